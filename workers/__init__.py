@@ -1,0 +1,1 @@
+"""The engine plane: token ids and tensors, from the worker actor down to the block accounting."""

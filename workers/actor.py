@@ -1,0 +1,58 @@
+"""The worker as a Ray Serve replica: one engine behind four methods.
+
+Owns the replica's life: load in the constructor, answer, stop the engine at the end. The only
+module of this package that knows Ray. Knows no HTTP and no text. Invariant: the actor's event loop
+never runs the engine, so health checks are answered while it is busy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+
+from ray import serve
+
+from workers.config import EngineConfig
+from workers.contracts import EngineStats, GenerationRequest, TokenDelta, WorkerInfo
+from workers.engine_loop import EngineLoop
+from workers.factory import build_engine
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """What `deploy.app` wraps into a Serve deployment."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        engine = build_engine(config)
+        self._info = engine.info(serve.get_replica_context().replica_id.unique_id)
+        self._loop = EngineLoop(engine)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Stream one request; a cancelled stream aborts it in the engine."""
+        stream = self._loop.generate(request)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            # Serve cancels this generator when the client goes: the abort must not wait for the
+            # garbage collector.
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    async def info(self) -> WorkerInfo:
+        """Return the worker's facts."""
+        return self._info
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's counters."""
+        return self._loop.stats
+
+    async def check_health(self) -> None:
+        """Raise when the engine is dead or stuck; Serve then replaces the replica."""
+        self._loop.check_health()
+
+    def __del__(self) -> None:
+        """Stop the engine's thread when Serve drops the replica."""
+        loop = getattr(self, "_loop", None)
+        if loop is not None:
+            loop.close()

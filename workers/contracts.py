@@ -1,0 +1,185 @@
+"""The values that cross the line between the text plane and the engine plane.
+
+Owns what a request is (`GenerationRequest`), what a worker answers (`TokenDelta`), what it
+says of itself (`WorkerInfo`, `EngineStats`). Knows no tensors, no HTTP and no Ray: only the
+standard library, so both planes can import it. Invariant: every value is immutable, can be
+pickled, and a request carries all that its continuation on another worker needs: the seed is
+always set and `emitted_ids` are the tokens the client already has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. An error is no reason: it is raised."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose and when to stop; the same for plain and speculative decoding."""
+
+    # Keys the noise of every token: (seed, position, token id). Any signed 64-bit integer.
+    seed: int
+    # Tokens to emit at most; None = up to the worker's sequence limit.
+    max_tokens: int | None = None
+    # Below 1e-5 means greedy.
+    temperature: float = 1.0
+    # 0 = off.
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    # Any of these ids ends the request and stays out of the text. The model's own end-of-sequence
+    # ids are added by the worker unless `ignore_eos`.
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    # No stop id is sampled before this many tokens were emitted.
+    min_tokens: int = 0
+    # Drafts per step at most for this request; None = the worker's setting, 0 = no speculation.
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """One preprocessed image and where its placeholders stand in the prompt."""
+
+    pixel_values: np.ndarray  # [t*h*w, channels*temporal*patch*patch] float32
+    grid_thw: tuple[int, int, int]  # patches before merging
+    # SHA-256 over the pixels and the processor's settings: keys the prefix and embedding caches.
+    content_hash: bytes
+    # Index of the image's first placeholder token in the prompt.
+    start: int
+    # Placeholder tokens: t*h*w / merge_size**2.
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """Index one past the image's last placeholder."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """What a client asked, in token ids; replayable on any worker of the same model."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    images: tuple[ImageInput, ...] = ()
+    # Tokens already delivered to the client by an earlier worker, in order.
+    emitted_ids: tuple[int, ...] = ()
+
+    def resume_after(self, emitted_ids: list[int]) -> GenerationRequest:
+        """Return the request that continues after `emitted_ids` (all emitted so far)."""
+        return replace(self, emitted_ids=tuple(emitted_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """All tokens of one request from one step; the last one carries the finish reason."""
+
+    request_id: str
+    # Index among the emitted tokens of the first id here; replays count on from the first worker.
+    start: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    # Prompt tokens whose K/V came from the prefix cache.
+    num_cached_tokens: int = 0
+    # Totals for the request on this worker.
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def after(self, num_emitted: int) -> TokenDelta:
+        """Drop the tokens that a client holding `num_emitted` tokens already has."""
+        skip = max(0, min(num_emitted - self.start, len(self.token_ids)))
+        if skip == 0:
+            return self
+        return replace(self, start=self.start + skip, token_ids=self.token_ids[skip:])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker serves: facts that hold for its whole life."""
+
+    worker_id: str
+    model_id: str
+    target: str
+    draft: str | None
+    method: str
+    attention_backend: str
+    # Prompt plus emitted tokens at most, by the model's context and by the KV pool.
+    max_sequence_len: int
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the worker started, and gauges of this moment. Data, not metrics."""
+
+    # Requests: admitted == sum(finished.values()) + num_running + num_waiting.
+    admitted: int = 0
+    # finish reason, or "error" -> requests
+    finished: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    num_running: int = 0
+    num_waiting: int = 0
+    preemptions: int = 0
+    # Tokens.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    # Speculation: a draft round is one sequence in one verify step with at least one draft.
+    target_steps: int = 0
+    draft_rounds: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    # [i] = rounds in which draft i (from 0) was accepted
+    accepted_per_position: tuple[int, ...] = ()
+    # "stage:reason" -> failures that cost a step its drafts
+    spec_failures: dict[str, int] = field(default_factory=dict)
+    target_failures: int = 0
+    # Seconds.
+    target_time_s: float = 0.0
+    draft_time_s: float = 0.0
+    # Blocks.
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+
+
+class WorkerClient(Protocol):
+    """How the text plane reaches the workers; the Ray router and test doubles implement it."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Stream the request's deltas; closing the iterator aborts it in the engine.
+
+        Raises:
+            WorkerLost: The worker died or became unusable; the request can be replayed.
+            RequestError: The request itself was refused or failed.
+        """
+        ...
+
+    async def info(self) -> WorkerInfo:
+        """Return one worker's facts (all workers serve the same models)."""
+        ...
+
+    async def check_health(self) -> None:
+        """Return when a worker can generate.
+
+        Raises:
+            WorkerLost: No worker is ready.
+        """
+        ...

@@ -1,0 +1,330 @@
+"""One worker's engine: accepts requests, and `step()` moves all of them on.
+
+Owns the order of a step: schedule, target forward, sample, accept, commit, draft. Synchronous,
+single-threaded; threads and asyncio live one file up. Knows no HTTP, no Ray and no text.
+
+Invariant: every accepted request ends in exactly one terminal event, a delta with a finish reason
+or a failure; a failing drafter costs speed only; a failing target step is narrowed down to the
+request that causes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from workers.batch_info import ForwardMode, SequenceSpan
+from workers.config import EngineConfig
+from workers.contracts import EngineStats, FinishReason, GenerationRequest, TokenDelta, WorkerInfo
+from workers.errors import GenerationFailed, InvalidRequest, RequestError
+from workers.kv.block_manager import BlockManager
+from workers.models.runner import ModelRunner
+from workers.sampling.sampler import Sampler, SamplingRow
+from workers.scheduler import Batch, ScheduledSequence, Scheduler
+from workers.sequence import Sequence
+from workers.spec.drafter import Drafter, DraftFailure, DraftTask
+from workers.spec.verifier import accept
+from workers.stats import StatsRecorder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step has to tell the clients."""
+
+    deltas: list[TokenDelta] = field(default_factory=list)
+    # request id -> why it ended without a finish reason
+    failures: dict[str, RequestError] = field(default_factory=dict)
+
+
+class Engine:
+    """The target, its drafter and the state of all requests of one worker."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        *,
+        num_ids: int,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.config = config
+        self._runner = runner
+        self._drafter = drafter
+        self._sampler = Sampler(runner.adapter.vocab_size, num_ids, runner.device)
+        self.blocks = BlockManager(
+            runner.limits.num_blocks, runner.limits.block_size, config.cache.prefix_caching
+        )
+        self.scheduler = Scheduler(config.scheduler, self.blocks, runner.adapter.max_positions)
+        self._sequences: dict[str, Sequence] = {}
+        self.recorder = StatsRecorder(config.speculation.num_draft_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return self.scheduler.has_work
+
+    def info(self, worker_id: str) -> WorkerInfo:
+        """Describe the worker."""
+        speculation = self.config.speculation
+        return WorkerInfo(
+            worker_id=worker_id,
+            model_id=self.config.model_id,
+            target=self.config.target.path,
+            draft=speculation.draft.path if speculation.draft else None,
+            method="none" if self._drafter is None else self._drafter.name,
+            attention_backend=self._runner.backend.name,
+            max_sequence_len=self.scheduler.max_sequence_len,
+            num_blocks=self.blocks.num_blocks,
+            block_size=self.blocks.block_size,
+            device=str(self._runner.device),
+            dtype=str(self._runner.adapter.dtype).removeprefix("torch."),
+        )
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges as of now."""
+        return self.recorder.snapshot(self.scheduler, self.blocks)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Accept a request.
+
+        Raises:
+            RequestError: It is wrong, too long, or the queue is full; nothing is kept of it.
+        """
+        try:
+            seq = self._make_sequence(request)
+            self.scheduler.add(seq)
+        except RequestError as error:
+            self.recorder.refused(error)
+            raise
+        self._sequences[request.request_id] = seq
+        self.recorder.admitted(seq)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without a delta; its blocks are free when this returns."""
+        seq = self._sequences.pop(request_id, None)
+        if seq is not None:
+            self.scheduler.finish(seq, FinishReason.ABORT)
+            self.recorder.finished(FinishReason.ABORT)
+
+    def step(self) -> StepResult:
+        """Run one step for every sequence that is scheduled."""
+        result = StepResult()
+        batch = self.scheduler.schedule()
+        stalled = self.scheduler.take_stalled()
+        if stalled is not None:
+            self._fail(stalled, "the scheduler made no progress with this request", result)
+        if not batch.scheduled:
+            return result
+        start = time.perf_counter()
+        sampled = self._run_or_narrow(batch.scheduled, result)
+        self.recorder.target_step(time.perf_counter() - start)
+        for item, token_ids in sampled:
+            self._commit(item, token_ids, result)
+        if self._drafter is not None:
+            start = time.perf_counter()
+            self._draft(self._drafter, batch)
+            self.recorder.draft_time_s += time.perf_counter() - start
+        for item in batch.scheduled:
+            if not item.seq.is_finished:
+                self.scheduler.publish(item.seq)
+        return result
+
+    def _make_sequence(self, request: GenerationRequest) -> Sequence:
+        adapter, sampling = self._runner.adapter, request.sampling
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id} is already running")
+        _check_ids(request, adapter.vocab_size)
+        if request.images and not adapter.takes_images:
+            raise InvalidRequest("this model takes no images", "messages")
+        for image in request.images:
+            if image.num_tokens != adapter.image_tokens(image.grid_thw):
+                raise InvalidRequest("an image's placeholders do not match its size", "messages")
+        limit = self.scheduler.sequence_limit(len(request.prompt_ids), sampling.max_tokens)
+        if len(request.prompt_ids) + len(request.emitted_ids) >= limit:
+            raise InvalidRequest("the tokens already emitted leave nothing to generate")
+        eos_ids = frozenset() if sampling.ignore_eos else adapter.eos_ids
+        drafts = self._drafter is not None and sampling.max_draft_tokens != 0
+        return Sequence(
+            request=request,
+            stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
+            max_len=limit,
+            rope=adapter.rope_table(request.prompt_ids, request.images),
+            needs_draft_kv=drafts and self._drafter is not None and self._drafter.needs_kv,
+        )
+
+    def _run_or_narrow(
+        self, items: Seq[ScheduledSequence], result: StepResult
+    ) -> list[tuple[ScheduledSequence, Seq[int]]]:
+        """Run a step; when it fails, run its halves, down to the one request to blame.
+
+        Running a part again is safe: K/V of the step's slots is simply written again.
+        """
+        try:
+            return self._run(items, result)
+        except Exception as error:  # noqa: BLE001 - the named boundary of target failures
+            if len(items) == 1:
+                logger.warning("request %s failed: %r", items[0].seq.request_id, error)
+                self.recorder.target_failures += 1
+                self._fail(items[0].seq, f"generation failed: {type(error).__name__}", result)
+                return []
+            half = len(items) // 2
+            return self._run_or_narrow(items[:half], result) + self._run_or_narrow(
+                items[half:], result
+            )
+
+    def _run(
+        self, items: Seq[ScheduledSequence], result: StepResult
+    ) -> list[tuple[ScheduledSequence, Seq[int]]]:
+        """Run the target and sample every position that may become a token."""
+        spans = [_span(item) for item in items]
+        rows = [row for item in items if item.samples for row in _rows(item)]
+        images = [
+            item.seq.request.images if span.start < item.seq.prompt_len else ()
+            for item, span in zip(items, spans, strict=True)
+        ]
+        batch = self._runner.build(_mode(items), spans)
+        logits = self._runner.forward(batch, images)
+        if not rows:
+            return [(item, ()) for item in items]
+        with torch.inference_mode():
+            sampled = self._sampler.sample(logits, rows)
+        token_ids = sampled.token_ids.tolist()
+        is_finite = sampled.is_finite.tolist()
+        outcome: list[tuple[ScheduledSequence, Seq[int]]] = []
+        first = 0
+        for item, span in zip(items, spans, strict=True):
+            last = first + span.num_logit_rows
+            if all(is_finite[first:last]):
+                outcome.append((item, accept(item.seq.draft_ids, token_ids[first:last])))
+            else:
+                self.recorder.target_failures += 1
+                self._fail(item.seq, "generation failed: the logits are not finite", result)
+            first = last
+        return outcome
+
+    def _commit(
+        self, item: ScheduledSequence, token_ids: Seq[int], result: StepResult
+    ) -> None:
+        seq = item.seq
+        start = seq.num_emitted
+        appended = self.scheduler.commit(item, token_ids)
+        if not appended:
+            return
+        self.recorder.committed(item, appended, len(token_ids) - 1)
+        result.deltas.append(
+            TokenDelta(
+                request_id=seq.request_id,
+                start=start,
+                token_ids=appended,
+                finish_reason=seq.finish_reason,
+                num_cached_tokens=seq.num_cached_tokens or 0,
+                num_draft_tokens=seq.num_draft_tokens,
+                num_accepted_tokens=seq.num_accepted_tokens,
+            )
+        )
+        if seq.finish_reason is not None:
+            del self._sequences[seq.request_id]
+            self.recorder.finished(seq.finish_reason)
+
+    def _draft(self, drafter: Drafter, batch: Batch) -> None:
+        """Let the drafter follow the step; whatever goes wrong costs the next step its drafts."""
+        tasks = [
+            DraftTask(seq, self._num_drafts(seq))
+            for seq in (item.seq for item in batch.scheduled)
+            if not seq.is_finished and seq.request.sampling.max_draft_tokens != 0
+        ]
+        if not tasks:
+            return
+        try:
+            proposal = drafter.propose(tasks)
+            for task, draft_ids in zip(tasks, proposal.draft_ids, strict=True):
+                task.seq.draft_ids = self._checked(task, draft_ids)
+            for key in proposal.failures:
+                self.recorder.spec_failure(key)
+        except DraftFailure as failure:
+            self._drop_drafts(tasks, failure.key, failure)
+        except Exception as error:  # noqa: BLE001 - the named boundary of draft failures
+            self._drop_drafts(tasks, f"propose:{type(error).__name__}", error)
+
+    def _num_drafts(self, seq: Sequence) -> int:
+        if seq.num_uncomputed != 1:
+            return 0  # still inside its prompt
+        return self.scheduler.plan_drafts(seq, self.config.speculation.num_draft_tokens)
+
+    def _checked(self, task: DraftTask, draft_ids: Seq[int]) -> list[int]:
+        """Cut drafts at the first id the target has no token for, and at what was asked."""
+        kept: list[int] = []
+        for token_id in draft_ids[: task.num_drafts]:
+            if not 0 <= token_id < self._runner.adapter.vocab_size:
+                self.recorder.spec_failure("propose:id_out_of_range")
+                break
+            kept.append(token_id)
+        return kept
+
+    def _drop_drafts(self, tasks: Seq[DraftTask], key: str, error: Exception) -> None:
+        logger.warning("drafting failed (%s), the next step decodes plainly: %r", key, error)
+        self.recorder.spec_failure(key)
+        for task in tasks:
+            task.seq.draft_ids = []
+
+    def _fail(self, seq: Sequence, message: str, result: StepResult) -> None:
+        self.scheduler.remove(seq)
+        self._sequences.pop(seq.request_id, None)
+        self.recorder.finished("error")
+        result.failures[seq.request_id] = GenerationFailed(message)
+
+
+def _span(item: ScheduledSequence) -> SequenceSpan:
+    """The tokens of one scheduled sequence: known ones, then drafts."""
+    seq = item.seq
+    start = seq.num_computed_tokens
+    end = start + item.num_new_tokens - item.num_draft_tokens
+    return SequenceSpan(
+        token_ids=seq.token_ids[start:end] + seq.draft_ids,
+        start=start,
+        block_table=seq.block_table,
+        rope=seq.rope,
+        num_logit_rows=1 + item.num_draft_tokens if item.samples else 0,
+    )
+
+
+def _rows(item: ScheduledSequence) -> list[SamplingRow]:
+    """What the target's logit rows of one sequence are for."""
+    seq = item.seq
+    return [
+        SamplingRow(
+            params=seq.request.sampling,
+            position=seq.num_tokens + i,
+            num_emitted=seq.num_emitted + i,
+            stop_ids=seq.stop_ids,
+        )
+        for i in range(1 + item.num_draft_tokens)
+    ]
+
+
+def _mode(items: Seq[ScheduledSequence]) -> ForwardMode:
+    """Name the step for logs: it sizes nothing."""
+    if any(item.num_draft_tokens for item in items):
+        return ForwardMode.TARGET_VERIFY
+    if all(item.num_new_tokens == 1 for item in items):
+        return ForwardMode.DECODE
+    return ForwardMode.EXTEND
+
+
+def _check_ids(request: GenerationRequest, vocab_size: int) -> None:
+    if not request.prompt_ids:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    ids = (*request.prompt_ids, *request.emitted_ids, *request.sampling.stop_token_ids)
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidRequest(f"a token id is outside [0, {vocab_size})", "prompt")
+    end = 0
+    for image in request.images:
+        if image.start < end or image.end > len(request.prompt_ids):
+            raise InvalidRequest("images overlap or leave the prompt", "messages")
+        end = image.end

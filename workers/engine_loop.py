@@ -1,0 +1,156 @@
+"""The engine's thread, and asyncio's way to it.
+
+Owns the thread that steps the engine, the mailbox to it and one queue per stream. Knows no Ray and
+no HTTP. Commands go in through the mailbox and run between steps; results come out once per step
+for all requests together, so the asyncio loop wakes once a step and not once a token.
+
+Invariant: only the engine's thread touches the engine (statistics aside, which are values); every
+stream ends with a finish reason or an exception, also when the thread dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+from workers.contracts import EngineStats, GenerationRequest, TokenDelta
+from workers.engine import Engine, StepResult
+from workers.errors import InvalidRequest, RequestError, SpecserveError, WorkerLost
+
+logger = logging.getLogger(__name__)
+
+_Event = TokenDelta | SpecserveError
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own and streams to one asyncio loop."""
+
+    def __init__(self, engine: Engine, stall_timeout_s: float = 60.0) -> None:
+        self._engine = engine
+        self._stall_timeout_s = stall_timeout_s
+        self._wake = threading.Condition()
+        self._mailbox: list[Callable[[], None]] = []
+        self._stopping = False
+        self._streams: dict[str, asyncio.Queue[_Event]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: str | None = None
+        self._stats = engine.stats()
+        # Start of the step in progress, on the monotonic clock; None between steps.
+        self._step_started_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters after its latest step or command."""
+        return self._stats
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Stream a request; closing the iterator early aborts it.
+
+        Raises:
+            RequestError: It was refused, or failed on its own.
+            WorkerLost: The engine died.
+        """
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id} is already running")
+        self.check_health()
+        self._loop = asyncio.get_running_loop()
+        queue = self._streams[request.request_id] = asyncio.Queue()
+        over = False
+        try:
+            self._post(lambda: self._add(request))
+            while not over:
+                event = await queue.get()
+                over = not isinstance(event, TokenDelta) or event.finish_reason is not None
+                if isinstance(event, SpecserveError):
+                    raise event
+                yield event
+        finally:
+            del self._streams[request.request_id]
+            if not over:
+                self._post(lambda: self._engine.abort(request.request_id))
+
+    def check_health(self) -> None:
+        """Return if the engine lives and its present step is not stuck.
+
+        Raises:
+            WorkerLost: It does not.
+        """
+        if self._failure is not None or not self._thread.is_alive():
+            raise WorkerLost(f"the engine stopped: {self._failure or 'it was closed'}")
+        started_s = self._step_started_s
+        if started_s is not None and time.monotonic() - started_s > self._stall_timeout_s:
+            raise WorkerLost(f"a step has been running for over {self._stall_timeout_s:g} s")
+
+    def close(self) -> None:
+        """Stop the thread after its present step; open streams end with WorkerLost."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._mailbox.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._step_started_s = time.monotonic()
+                result = self._engine.step()
+                self._step_started_s = None
+                self._stats = self._engine.stats()
+                if result.deltas or result.failures:
+                    self._call(lambda result=result: self._deliver(result))
+        except Exception as error:
+            # The engine's state is unknown now: crash loudly, and let another worker replay.
+            logger.exception("the engine thread died")
+            self._failure = repr(error)
+        finally:
+            self._call(self._end_streams)
+
+    def _wait_for_work(self) -> bool:
+        """Run the mailbox; return whether there is a step to run, or False to stop."""
+        while True:
+            with self._wake:
+                while not (self._mailbox or self._stopping or self._engine.has_work):
+                    self._wake.wait()
+                commands, self._mailbox = self._mailbox, []
+                if self._stopping:
+                    return False
+            for command in commands:
+                command()
+            if commands:
+                self._stats = self._engine.stats()
+            if self._engine.has_work:
+                return True
+
+    def _add(self, request: GenerationRequest) -> None:
+        try:
+            self._engine.add(request)
+        except RequestError as error:
+            result = StepResult(failures={request.request_id: error})
+            self._call(lambda: self._deliver(result))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Run a function on the asyncio loop, if there ever was one and it still runs."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    def _deliver(self, result: StepResult) -> None:
+        """Hand a step's results to their streams (on the asyncio loop)."""
+        for delta in result.deltas:
+            if delta.request_id in self._streams:
+                self._streams[delta.request_id].put_nowait(delta)
+        for request_id, error in result.failures.items():
+            if request_id in self._streams:
+                self._streams[request_id].put_nowait(error)
+
+    def _end_streams(self) -> None:
+        for queue in self._streams.values():
+            queue.put_nowait(WorkerLost(f"the engine stopped: {self._failure or 'closed'}"))

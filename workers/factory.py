@@ -1,0 +1,94 @@
+"""Puts an engine together from its settings.
+
+Owns the order of loading and the number of KV blocks: what the memory setting holds, counted over
+every model of the worker, since all share one block table. Knows no requests. Invariant: an engine
+that is returned has answered a warm-up request, so a contract with a library that no longer holds
+shows at start and not in the first client's request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from workers.config import CacheConfig, EngineConfig
+from workers.contracts import GenerationRequest, SamplingParams
+from workers.engine import Engine
+from workers.errors import ConfigError, ModelLoadError
+from workers.kv.pool import KVShape
+from workers.models.loader import load_model, resolve_device
+from workers.models.runner import ModelRunner
+from workers.spec.registry import load_drafter
+from workers.stats import StatsRecorder
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the models, size the K/V and return a warm engine.
+
+    Raises:
+        ConfigError: The memory holds no block, or the device does not exist.
+        ModelLoadError: A checkpoint cannot be served, or a warm-up request failed.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = resolve_device(config.device)
+    target = load_model(config.target, device)
+    source = load_drafter(config, target, device)
+    shapes = [target.adapter.kv_shape]
+    if source is not None and source.kv_shape is not None:
+        shapes.append(source.kv_shape)
+    num_blocks = count_blocks(config.cache, shapes, device)
+    runner = ModelRunner(
+        target.adapter,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        device=device,
+        attention_backend=config.attention_backend,
+        image_cache_bytes=config.cache.image_cache_bytes,
+    )
+    drafter = None if source is None else source.place(num_blocks)
+    engine = Engine(config, runner, num_ids=target.num_ids, drafter=drafter)
+    _warm_up(engine)
+    logger.info("engine ready: %d blocks of %d tokens", num_blocks, config.cache.block_size)
+    return engine
+
+
+def count_blocks(cache: CacheConfig, shapes: Iterable[KVShape], device: torch.device) -> int:
+    """Return how many blocks the settings allow.
+
+    Raises:
+        ConfigError: Not even one.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = sum(shape.block_bytes(cache.block_size) for shape in shapes)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = int(free - total * (1 - cache.gpu_memory_fraction))
+    else:
+        available = cache.memory_bytes
+    if available < block_bytes:
+        raise ConfigError(
+            "cache", f"{available} bytes", f"must hold at least one block of {block_bytes} bytes"
+        )
+    return available // block_bytes
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run a few steps of prompt, decode and verification, then forget that they were."""
+    num_tokens = min(8, engine.scheduler.max_sequence_len - 1)
+    request = GenerationRequest(
+        request_id="warm-up",
+        prompt_ids=(0,),
+        sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+    )
+    engine.add(request)
+    while engine.has_work:
+        failures = engine.step().failures
+        if failures:
+            raise ModelLoadError(f"the warm-up request failed: {failures['warm-up']}")
+    engine.recorder = StatsRecorder(engine.config.speculation.num_draft_tokens)

@@ -1,0 +1,1 @@
+"""Keys and values: who owns which block (no torch), and the tensors behind the blocks."""

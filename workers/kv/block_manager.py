@@ -1,0 +1,164 @@
+"""Who owns which KV block: allocation, reference counts and the prefix cache.
+
+Owns block ids and the hash chain. Knows no tensors (`kv.pool` holds them) and no policy (the
+scheduler decides whom to preempt). Every model of the worker indexes its own K/V by the same
+block ids, so a cached block may hold the target's K/V only or the drafter's too (`draft_ready`).
+
+Invariant, tested by `check_integrity`: every block is either free or referenced; a block is
+written by one sequence only; only full blocks of finalised tokens are hashed, never drafts.
+
+    block_table   [ cached, shared | own, full | own, partly filled | reserved for drafts ]
+    tokens        0 ............... num_computed ............ num_tokens
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from workers.sequence import Sequence
+
+
+class BlockManager:
+    """Hands out block ids; shortage is a normal answer, never an exception."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_caching = prefix_caching
+        self._ref_counts = [0] * num_blocks
+        # Free blocks, next to be reused first; hashed ones keep their content until then.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._block_of: dict[bytes, int] = {}  # chain hash -> block
+        self._hash_of: dict[int, bytes] = {}  # block -> chain hash
+        self._draft_ready: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody references; cached content counts as free."""
+        return len(self._free)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.num_blocks * self.block_size
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its cached prefix and blocks for all its present tokens.
+
+        Sets `block_table`, `num_computed_tokens` and `num_draft_computed_tokens`. Returns False,
+        changing nothing, when the free blocks do not suffice.
+        """
+        cached = self._match(sequence)
+        num_new = self._blocks_for(sequence.num_tokens) - len(cached)
+        num_revived = sum(self._ref_counts[block] == 0 for block in cached)
+        if num_new > self.num_free - num_revived:
+            return False
+        for block in cached:
+            self._free.pop(block, None)
+            self._ref_counts[block] += 1
+        sequence.block_table = [*cached, *(self._take() for _ in range(num_new))]
+        sequence.num_published_blocks = len(cached)
+        sequence.num_computed_tokens = len(cached) * self.block_size
+        sequence.num_draft_computed_tokens = sequence.num_computed_tokens
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all; False, changing nothing, on shortage."""
+        missing = self._blocks_for(num_tokens) - len(sequence.block_table)
+        if missing > self.num_free:
+            return False
+        sequence.block_table.extend(self._take() for _ in range(missing))
+        return True
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Offer the full blocks within the first `num_tokens` tokens to the prefix cache.
+
+        Args:
+            sequence: The owner of the blocks.
+            num_tokens: Finalised tokens whose K/V every model of the worker that serves this
+                sequence has computed.
+        """
+        if not self._prefix_caching:
+            return
+        for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
+            self._offer(
+                sequence.block_table[index],
+                self._block_hash(sequence, index),
+                sequence.needs_draft_kv,
+            )
+            sequence.num_published_blocks = index + 1
+
+    def free(self, sequence: Sequence) -> None:
+        """Return the sequence's blocks; the last ones are reused first, prefixes live longest."""
+        for block in reversed(sequence.block_table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if block not in self._hash_of:  # nothing worth keeping in it
+                    self._free.move_to_end(block, last=False)
+        sequence.block_table = []
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the books balance for exactly these live sequences."""
+        held = Counter(block for sequence in sequences for block in sequence.block_table)
+        for block in range(self.num_blocks):
+            assert self._ref_counts[block] == held[block], f"block {block}: reference count"
+            assert (block in self._free) == (held[block] == 0), f"block {block}: free and held"
+        assert {block: key for key, block in self._block_of.items()} == self._hash_of
+        assert self._draft_ready <= set(self._hash_of)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        key = self._hash_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+            self._draft_ready.discard(block)
+
+    def _offer(self, block: int, key: bytes, draft_ready: bool) -> None:
+        known = self._block_of.get(key)
+        if known is not None:
+            if known == block or known in self._draft_ready or not draft_ready:
+                return
+            self._forget(known)  # ours serves drafting sequences as well
+        self._block_of[key] = block
+        self._hash_of[block] = key
+        if draft_ready:
+            self._draft_ready.add(block)
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Leading cached blocks that serve the sequence; one token is always left to compute."""
+        blocks: list[int] = []
+        if not self._prefix_caching:
+            return blocks
+        for index in range((sequence.num_tokens - 1) // self.block_size):
+            block = self._block_of.get(self._block_hash(sequence, index))
+            if block is None or (sequence.needs_draft_kv and block not in self._draft_ready):
+                break
+            blocks.append(block)
+        return blocks
+
+    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+        """Chain hash of a full block: all tokens up to its end and all pixels among them."""
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self.block_size
+            end = start + self.block_size
+            digest = hashlib.sha256(hashes[-1] if hashes else b"")
+            digest.update(array("q", sequence.token_ids[start:end]).tobytes())
+            for image in sequence.request.images:
+                if image.start < end and image.end > start:
+                    digest.update(array("q", [image.start, *image.grid_thw]).tobytes())
+                    digest.update(image.content_hash)
+            hashes.append(digest.digest())
+        return hashes[index]

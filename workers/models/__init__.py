@@ -1,0 +1,1 @@
+"""Model execution: checkpoints, family adapters, the packed runner and attention backends."""

@@ -1,0 +1,169 @@
+"""What the engine asks of a model, whatever its family.
+
+Owns the view on a loaded transformers model: its text stack, its head, its sizes. Knows no batch
+building and no sampling. Invariant: an adapter never calls the library's top-level forward or
+`generate`, which keep per-request state (rope deltas) on the model object.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from workers.batch_info import RopeLayout, RopeTable
+from workers.contracts import ImageInput
+from workers.errors import ModelLoadError
+from workers.kv.pool import KVShape
+from workers.models.paged import ATTENTION_NAME, PagedContext
+
+
+class ModelAdapter(ABC):
+    """A loaded model, ready for packed forward passes."""
+
+    rope_layout: ClassVar[RopeLayout] = RopeLayout.LINEAR
+    takes_images: ClassVar[bool] = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.config = model.config.get_text_config()
+        if getattr(self.config, "use_sliding_window", False):
+            raise ModelLoadError(f"{self.config.model_type}: use_sliding_window is not supported")
+
+    @classmethod
+    @abstractmethod
+    def model_class(cls) -> Any:
+        """Return transformers' class with the language-model head."""
+
+    @classmethod
+    @abstractmethod
+    def attention_setting(cls) -> str | dict[str, str]:
+        """Return `attn_implementation`: ours for the text stack, sdpa for a vision tower."""
+
+    @property
+    @abstractmethod
+    def text_model(self) -> nn.Module:
+        """The stack from embeddings to the final norm."""
+
+    @abstractmethod
+    def position_ids(self, rope_positions: Tensor) -> Tensor:
+        """Shape the batch's rope positions as the text stack wants them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; may exceed the tokenizer's ids."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of context that the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of the K/V."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return int(self.config.num_attention_heads)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What the model's keys and values need."""
+        head_dim = getattr(self.config, "head_dim", None)
+        return KVShape(
+            num_layers=int(self.config.num_hidden_layers),
+            num_kv_heads=int(self.config.num_key_value_heads),
+            head_dim=int(head_dim or self.config.hidden_size // self.num_heads),
+            dtype=self.dtype,
+        )
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a sequence by the checkpoint's own generation config."""
+        eos = self._model.generation_config.eos_token_id
+        if eos is None:
+            eos = self.config.eos_token_id
+        return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+    @property
+    def vision_config(self) -> Any:
+        """The vision tower's config; only where `takes_images`."""
+        return self._model.config.vision_config
+
+    def image_tokens(self, grid_thw: tuple[int, int, int]) -> int:
+        """Return the placeholder tokens of an image of this patch grid."""
+        t, h, w = grid_thw
+        return int(t * h * w) // int(self.vision_config.spatial_merge_size) ** 2
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return token embeddings.  # [T] int64 -> [T, hidden]."""
+        embeddings: Tensor = self._model.get_input_embeddings()(input_ids)
+        return embeddings
+
+    def hidden_states(
+        self, embeddings: Tensor, rope_positions: Tensor, context: PagedContext
+    ) -> Tensor:
+        """Run the text stack over one packed row.
+
+        Args:
+            embeddings: Images already in place.  # [T, hidden]
+            rope_positions: Of the batch.  # [T] or [3, T] int64
+            context: The step's attention.
+
+        Returns:
+            After the final norm.  # [T, hidden]
+        """
+        hidden: Tensor = self.text_model(
+            inputs_embeds=embeddings.unsqueeze(0),
+            position_ids=self.position_ids(rope_positions),
+            use_cache=False,
+            attn_metadata=context,
+        ).last_hidden_state
+        return hidden[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the head.  # [R, hidden] -> [R, V]."""
+        out: Tensor = self._model.get_output_embeddings()(hidden)
+        return out
+
+    def rope_table(
+        self,
+        prompt_ids: Sequence[int],  # noqa: ARG002 - for families with mrope
+        images: Sequence[ImageInput],  # noqa: ARG002
+    ) -> RopeTable | None:
+        """Return the prompt's multimodal positions; None where positions are linear."""
+        return None
+
+    def embed_image(self, image: ImageInput) -> Tensor:
+        """Run the vision tower over one image.  # [num_tokens, hidden].
+
+        Raises:
+            NotImplementedError: The family takes no images.
+        """
+        raise NotImplementedError(f"{self.config.model_type} takes no images")
+
+
+class TextAdapter(ModelAdapter):
+    """Shared by text families: one stack, linear positions."""
+
+    @classmethod
+    def attention_setting(cls) -> str | dict[str, str]:
+        """See `ModelAdapter`."""
+        return ATTENTION_NAME
+
+    @property
+    def text_model(self) -> nn.Module:
+        """See `ModelAdapter`."""
+        stack: nn.Module = self._model.model
+        return stack
+
+    def position_ids(self, rope_positions: Tensor) -> Tensor:
+        """Return one row.  # [T] -> [1, T]."""
+        return rope_positions.unsqueeze(0)

@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen2.5 text checkpoints: linear positions, biased q/k/v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Qwen2ForCausalLM
+
+from workers.models.families.base import TextAdapter
+
+
+class Qwen2Adapter(TextAdapter):
+    """`Qwen2ForCausalLM`."""
+
+    @classmethod
+    def model_class(cls) -> Any:
+        """See `ModelAdapter`."""
+        return Qwen2ForCausalLM

@@ -1,0 +1,238 @@
+"""What runs next: continuous batching without phases.
+
+Owns the queue, the running list and the policy: decode rows first, then prompt chunks under a
+token budget, then admission; preemption by recompute, youngest first. Knows no tensors, no
+drafter and no clock. Called by the engine, on its thread.
+
+Invariants: every row that only needs one token is in every step (unless the pool itself is
+exhausted, when the oldest still is); what was accepted by `add` leaves through exactly one of
+finish, abort or failure; sequences hold blocks only while running.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from workers.config import SchedulerConfig
+from workers.contracts import FinishReason
+from workers.errors import QueueFull, RequestTooLong
+from workers.kv.block_manager import BlockManager
+from workers.sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: a prompt chunk, or one token and its drafts."""
+
+    seq: Sequence
+    # Tokens to run from `seq.num_computed_tokens` on, drafts included.
+    num_new_tokens: int
+    num_draft_tokens: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the sequence's last token, so that a next one is sampled."""
+        reached = self.seq.num_computed_tokens + self.num_new_tokens - self.num_draft_tokens
+        return reached == self.seq.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step as decided on the CPU."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+
+
+class Scheduler:
+    """Decides steps and applies their results to the sequences."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, max_model_len: int) -> None:
+        self._config = config
+        self._blocks = blocks
+        limits = (config.max_sequence_len or max_model_len, max_model_len, blocks.num_slots)
+        # Within this length a request always fits when it is alone.
+        self.max_sequence_len = min(limits)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._num_stalled_passes = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any accepted request is not over."""
+        return bool(self.waiting or self.running)
+
+    def sequence_limit(self, prompt_len: int, max_tokens: int | None) -> int:
+        """Return prompt plus emitted tokens at most for a request, or refuse it.
+
+        Raises:
+            RequestTooLong: It can never fit the context or the pool.
+        """
+        limit = self.max_sequence_len
+        if prompt_len >= limit:
+            raise RequestTooLong(
+                f"the prompt has {prompt_len} tokens; with one to generate this model holds "
+                f"{limit} at most"
+            )
+        if max_tokens is not None and prompt_len + max_tokens > limit:
+            raise RequestTooLong(
+                f"the prompt has {prompt_len} tokens and {max_tokens} were asked for; this model "
+                f"holds {limit} at most",
+                "max_tokens",
+            )
+        return limit if max_tokens is None else prompt_len + max_tokens
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            QueueFull: The queue is at its limit.
+        """
+        if len(self.waiting) >= self._config.max_waiting:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting; try again later")
+        self.waiting.append(seq)
+
+    def schedule(self) -> Batch:
+        """Decide the next step; blocks for it are allocated, drafts that do not fit dropped."""
+        scheduled: dict[Sequence, ScheduledSequence] = {}
+        budget = self._schedule_decodes(scheduled)
+        budget = self._schedule_chunks(scheduled, budget)
+        self._admit(scheduled, budget)
+        self._num_stalled_passes = 0 if scheduled else self._num_stalled_passes + self.has_work
+        return Batch(tuple(scheduled.values()))
+
+    def take_stalled(self) -> Sequence | None:
+        """Return the head of the work, removed, after too many passes without progress."""
+        if self._num_stalled_passes <= self._config.max_stalled_passes:
+            return None
+        self._num_stalled_passes = 0
+        head = self.running[0] if self.running else self.waiting[0]
+        self.remove(head)
+        return head
+
+    def commit(self, item: ScheduledSequence, token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Apply a step's result: append sampled tokens in order, up to the first that ends it.
+
+        Args:
+            item: What was scheduled.
+            token_ids: Accepted drafts and the bonus token; empty for an inner prompt chunk.
+
+        Returns:
+            The tokens that became part of the sequence.
+        """
+        seq = item.seq
+        num_finalised = item.num_new_tokens - item.num_draft_tokens
+        appended: list[int] = []
+        reason: FinishReason | None = None
+        for token_id in token_ids:
+            appended.append(token_id)
+            reason = seq.append(token_id)
+            if reason is not None:
+                break
+        # The last appended token has no K/V yet; the ones before it were drafts that were run.
+        seq.num_computed_tokens += num_finalised + max(len(appended) - 1, 0)
+        seq.draft_ids = []
+        if reason is not None:
+            self.finish(seq, reason)
+        return tuple(appended)
+
+    def plan_drafts(self, seq: Sequence, max_drafts: int) -> int:
+        """Return how many drafts the sequence may carry into its next step, blocks reserved.
+
+        Drafting never preempts: with a short pool there are fewer drafts.
+        """
+        wanted = seq.request.sampling.max_draft_tokens
+        limit = max_drafts if wanted is None else min(max_drafts, wanted)
+        # The step also emits a bonus token, for which the sequence needs room.
+        limit = min(limit, seq.max_len - seq.num_tokens - 1)
+        while limit > 0 and not self._blocks.grow(seq, seq.num_tokens + limit):
+            limit -= 1
+        return max(limit, 0)
+
+    def publish(self, seq: Sequence) -> None:
+        """Offer what every model of the worker has computed to the prefix cache."""
+        computed = seq.num_computed_tokens
+        if seq.needs_draft_kv:
+            computed = min(computed, seq.num_draft_computed_tokens)
+        self._blocks.publish(seq, computed)
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence with a reason and free its blocks."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.publish(seq)
+        self.remove(seq)
+        seq.finish_reason = reason
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, whatever it is doing, and free its blocks."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self._blocks.free(seq)
+        elif seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def _schedule_decodes(self, scheduled: dict[Sequence, ScheduledSequence]) -> int:
+        rows = [seq for seq in self.running if seq.num_uncomputed == 1]
+        budget = self._config.max_step_tokens
+        spare = budget - len(rows)
+        if self.waiting or len(rows) < len(self.running):
+            spare //= 2  # drafts must not crowd out the prompts
+        for seq in rows:
+            if seq.status is not SequenceStatus.RUNNING:
+                continue  # preempted for a row before it
+            num_drafts = min(len(seq.draft_ids), spare)
+            if not self._blocks.grow(seq, seq.num_tokens + num_drafts):
+                num_drafts = 0
+                if not self._make_room(seq, seq.num_tokens, scheduled):
+                    continue
+            seq.draft_ids = seq.draft_ids[:num_drafts]
+            spare -= num_drafts
+            scheduled[seq] = ScheduledSequence(seq, 1 + num_drafts, num_drafts)
+            budget -= 1 + num_drafts
+        return budget
+
+    def _schedule_chunks(
+        self, scheduled: dict[Sequence, ScheduledSequence], budget: int
+    ) -> int:
+        for seq in [seq for seq in self.running if seq.num_uncomputed > 1]:
+            num_new = min(seq.num_uncomputed, self._config.max_chunk_tokens, budget)
+            if num_new == 0 or seq.status is not SequenceStatus.RUNNING:
+                continue
+            scheduled[seq] = ScheduledSequence(seq, num_new)
+            budget -= num_new
+        return budget
+
+    def _admit(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
+        while self.waiting and len(self.running) < self._config.max_running and budget > 0:
+            seq = self.waiting[0]
+            if not self._blocks.admit(seq):
+                return
+            self.waiting.popleft()
+            self.running.append(seq)
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = min(seq.num_computed_tokens, seq.prompt_len)
+            seq.status = SequenceStatus.RUNNING
+            num_new = min(seq.num_uncomputed, self._config.max_chunk_tokens, budget)
+            scheduled[seq] = ScheduledSequence(seq, num_new)
+            budget -= num_new
+
+    def _make_room(
+        self, seq: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]
+    ) -> bool:
+        """Preempt the youngest sequences that are not in this step yet until `seq` fits."""
+        while not self._blocks.grow(seq, num_tokens):
+            victims = [s for s in self.running if s is not seq and s not in scheduled]
+            if not victims:
+                return False
+            self._preempt(victims[-1])
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._blocks.free(seq)
+        seq.reset()
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1

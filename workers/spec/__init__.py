@@ -1,0 +1,1 @@
+"""Speculation: drafters, the verifier and the registry that names them."""
