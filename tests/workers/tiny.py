@@ -98,9 +98,12 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 VISION_FAMILIES = frozenset({"qwen2_5_vl"})
 
 
-def save(path: Path, family: str, seed: int, **changes: Any) -> str:
-    """Write a checkpoint of random weights and return its directory."""
+def save(path: Path, family: str, seed: int, *, noise: float = 0.0, **changes: Any) -> str:
+    """Write a checkpoint of random weights, with noise on top, and return its directory."""
     model = FAMILIES[family](seed, **changes).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * torch.randn_like(weight)
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = 0
     model.save_pretrained(path)
