@@ -90,23 +90,23 @@ class DraftModelDrafter:
         return keep
 
     def _extend_span(self, task: DraftTask) -> SequenceSpan | None:
-        """The tokens whose draft K/V is missing, up to the sequence's last token if it samples."""
+        """The tokens whose draft K/V is missing; the last token included where drafts follow."""
         seq = task.seq
         self._credit_accepted(seq)
         start = seq.num_draft_computed_tokens
-        at_end = seq.num_uncomputed == 1
-        end = seq.num_tokens if at_end else seq.num_computed_tokens
+        # The last token has a block of its own only where drafts were planned after it.
+        wants_drafts = task.num_drafts > 0 and seq.num_uncomputed == 1
+        end = seq.num_tokens if wants_drafts else seq.num_computed_tokens
         end = min(end, start + self._max_extend_tokens)
         # Past its own context the draft model says nothing; the request goes on without.
         if start >= end or end + task.num_drafts > self._runner.adapter.max_positions:
             return None
-        drafts_now = at_end and end == seq.num_tokens and task.num_drafts > 0
         return SequenceSpan(
             token_ids=seq.token_ids[start:end],
             start=start,
             block_table=seq.block_table,
             rope=seq.rope,
-            num_logit_rows=int(drafts_now),
+            num_logit_rows=int(wants_drafts and end == seq.num_tokens),
         )
 
     def _credit_accepted(self, seq: Sequence) -> None:
