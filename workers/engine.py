@@ -208,9 +208,7 @@ class Engine:
             first = last
         return outcome
 
-    def _commit(
-        self, item: ScheduledSequence, token_ids: Seq[int], result: StepResult
-    ) -> None:
+    def _commit(self, item: ScheduledSequence, token_ids: Seq[int], result: StepResult) -> None:
         seq = item.seq
         start = seq.num_emitted
         appended = self.scheduler.commit(item, token_ids)

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from workers.contracts import EngineStats, GenerationRequest, TokenDelta
 from workers.engine import Engine, StepResult
@@ -106,7 +107,7 @@ class EngineLoop:
                 self._step_started_s = None
                 self._stats = self._engine.stats()
                 if result.deltas or result.failures:
-                    self._call(lambda result=result: self._deliver(result))
+                    self._call(partial(self._deliver, result))
         except Exception as error:
             # The engine's state is unknown now: crash loudly, and let another worker replay.
             logger.exception("the engine thread died")
@@ -135,7 +136,7 @@ class EngineLoop:
             self._engine.add(request)
         except RequestError as error:
             result = StepResult(failures={request.request_id: error})
-            self._call(lambda: self._deliver(result))
+            self._call(partial(self._deliver, result))
 
     def _call(self, function: Callable[[], None]) -> None:
         """Run a function on the asyncio loop, if there ever was one and it still runs."""

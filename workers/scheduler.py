@@ -194,9 +194,7 @@ class Scheduler:
             budget -= 1 + num_drafts
         return budget
 
-    def _schedule_chunks(
-        self, scheduled: dict[Sequence, ScheduledSequence], budget: int
-    ) -> int:
+    def _schedule_chunks(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> int:
         for seq in [seq for seq in self.running if seq.num_uncomputed > 1]:
             num_new = min(seq.num_uncomputed, self._config.max_chunk_tokens, budget)
             if num_new == 0 or seq.status is not SequenceStatus.RUNNING:

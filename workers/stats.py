@@ -59,9 +59,7 @@ class StatsRecorder:
         self._target_steps += 1
         self._target_time_s += seconds
 
-    def committed(
-        self, item: ScheduledSequence, appended: Seq[int], num_accepted: int
-    ) -> None:
+    def committed(self, item: ScheduledSequence, appended: Seq[int], num_accepted: int) -> None:
         """Count what a sequence got out of a step, and keep its own totals."""
         seq = item.seq
         if seq.num_emitted == len(appended) and seq.num_cached_tokens:

@@ -26,7 +26,9 @@ def _inputs(request: GenerationRequest, ids: Sequence[int]) -> dict[str, Tensor]
     inputs = {"input_ids": torch.tensor([list(ids)])}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if request.images:
-        inputs["pixel_values"] = torch.cat([torch.from_numpy(i.pixel_values) for i in request.images])
+        inputs["pixel_values"] = torch.cat(
+            [torch.from_numpy(i.pixel_values) for i in request.images]
+        )
         inputs["image_grid_thw"] = torch.tensor([i.grid_thw for i in request.images])
         inputs["mm_token_type_ids"] = _kinds(request, len(ids))
     return inputs

@@ -9,6 +9,7 @@ refused loudly rather than ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -31,7 +32,7 @@ class PagedContext:
     backend: AttentionBackend
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0913 - the signature is the library's
     module: nn.Module,
     query: Tensor,  # [1, H, T, D] after rope
     key: Tensor,  # [1, Hkv, T, D] after rope
@@ -55,7 +56,7 @@ def paged_attention(
     if sliding_window is not None:
         raise ModelLoadError("sliding-window layers are not supported")
     context = attn_metadata
-    keys, values = context.pool.layer(int(module.layer_idx))
+    keys, values = context.pool.layer(cast("int", module.layer_idx))
     write_kv(
         keys,
         values,

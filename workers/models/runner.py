@@ -22,6 +22,7 @@ from workers.batch_info import (
     SequenceSpan,
 )
 from workers.contracts import ImageInput
+from workers.errors import BatchInfoError
 from workers.kv.pool import KVPool
 from workers.models.attention.select import select_backend
 from workers.models.families import ModelAdapter
@@ -89,9 +90,7 @@ class ModelRunner:
         return ForwardBatch.build(mode, self.rope_layout, spans, self.limits, self.device)
 
     @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, images: Sequence[Sequence[ImageInput]] = ()
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, images: Sequence[Sequence[ImageInput]] = ()) -> Tensor:
         """Run one step and return the logits of its logit rows.
 
         Args:
@@ -107,7 +106,11 @@ class ModelRunner:
             embeddings = self._with_images(embeddings, batch, images)
         context = PagedContext(batch.attention, self._pool, self.backend)
         hidden = self.adapter.hidden_states(embeddings, batch.rope_positions, context)
-        return self.adapter.logits(hidden[batch.logit_rows])
+        logits = self.adapter.logits(hidden[batch.logit_rows])
+        # A host-side check: a library that changed its ways shows here, in the warm-up.
+        if logits.shape != (len(batch.logit_rows), self.limits.vocab_size):
+            raise BatchInfoError(f"the model returned logits of shape {tuple(logits.shape)}")
+        return logits
 
     def _with_images(
         self, embeddings: Tensor, batch: ForwardBatch, images: Sequence[Sequence[ImageInput]]

@@ -90,11 +90,13 @@ class Sampler:
         where = torch.tensor(index, device=logits.device)
         temperature = torch.tensor([rows[i].params.temperature for i in index])
         scaled = logits[where] / temperature.to(logits.device).unsqueeze(1)
-        return where, scaled, self._noise.keys((rows[i].params.seed, rows[i].position) for i in index)
+        return (
+            where,
+            scaled,
+            self._noise.keys((rows[i].params.seed, rows[i].position) for i in index),
+        )
 
-    def _sample_filtered(
-        self, scaled: Tensor, keys: Tensor, rows: Sequence[SamplingRow]
-    ) -> Tensor:
+    def _sample_filtered(self, scaled: Tensor, keys: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Sample rows with top-k, top-p or min-p; the noise is taken on candidates only."""
         width = min(self._vocab_size, max(_NUM_CANDIDATES, max(r.params.top_k for r in rows) + 1))
         values, ids = scaled.topk(width, dim=-1)  # [R, C], descending

@@ -33,7 +33,7 @@ class Proposal:
     failures: list[str] = field(default_factory=list)
 
 
-class DraftFailure(Exception):  # noqa: N818 - it is an event of the policy, not an error
+class DraftFailure(Exception):
     """Drafting failed for the whole step."""
 
     def __init__(self, stage: str, reason: str) -> None:

@@ -1,0 +1,50 @@
+# specserve: the commands of the README. CI calls the same ones.
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8000
+CONFIG ?= configs/demo.yaml
+ARGS   ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+
+.PHONY: serve test lint type fmt demo-models clean help
+
+help:  ## Print the targets.
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+
+serve: $(VENV)/.app  ## Start the app (PORT=8000 CONFIG=configs/demo.yaml); Ctrl-C stops it.
+	$(BIN)/specserve serve --config $(CONFIG) --port $(PORT)
+
+test: $(VENV)/.dev  ## Run the CPU test suite (ARGS="-k name").
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## Check style, imports between the planes, spelling.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+type: $(VENV)/.dev  ## Check types.
+	$(BIN)/mypy
+
+fmt: $(VENV)/.dev  ## Format and fix what can be fixed.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo-models: $(VENV)/.app  ## Train the embedded demo pair again (up to 30 minutes on 2 cores).
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m deploy.demo.train
+
+clean:  ## Remove the virtual environment and caches.
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.app: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	touch $@ $(VENV)/.app

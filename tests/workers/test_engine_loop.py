@@ -1,0 +1,181 @@
+"""The engine's thread seen from asyncio: streams, aborts, and the death of the thread."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.workers import tiny
+from tests.workers.conftest import Checkpoints
+from tests.workers.engines import make_engine, run
+from workers.contracts import GenerationRequest
+from workers.engine import Engine
+from workers.engine_loop import EngineLoop
+from workers.errors import InvalidRequest, RequestTooLong, WorkerLost
+
+
+@pytest.fixture
+def loops() -> Iterator[Callable[..., EngineLoop]]:
+    """Return a factory of engine loops that are closed after the test."""
+    made: list[EngineLoop] = []
+
+    def make(engine: Engine, **settings: float) -> EngineLoop:
+        made.append(EngineLoop(engine, **settings))
+        return made[-1]
+
+    yield make
+    for loop in made:
+        loop.close()
+
+
+async def _collect(loop: EngineLoop, request: GenerationRequest) -> list[int]:
+    return [token_id async for delta in loop.generate(request) for token_id in delta.token_ids]
+
+
+def _request(name: str, seed: int = 0, **sampling: object) -> GenerationRequest:
+    ids, images = tiny.prompt(seed, [6, (2, 3), 4] if seed % 2 else [12 + seed])
+    return tiny.request(name, ids, images, ignore_eos=True, **sampling)
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, "the condition never came"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - start
+
+
+async def test_concurrent_streams_equal_a_synchronous_run(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    path = checkpoints("qwen2_5_vl")
+    requests = [_request(str(n), n, temperature=n % 2) for n in range(8)]
+    expected = run(make_engine(path), requests).token_ids
+    loop = loops(make_engine(path, path))
+    streams = await asyncio.gather(*(_collect(loop, r) for r in requests))
+    assert {r.request_id: ids for r, ids in zip(requests, streams, strict=True)} == expected
+    assert loop.stats.finished["length"] == 8
+
+
+async def test_c21_a_closed_stream_frees_its_blocks(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """C21: generation ran on after the client had gone."""
+    path = checkpoints("llama")
+    loop = loops(make_engine(path, path, num_blocks=64))
+    stream = loop.generate(_request("r", max_tokens=900))
+    async for _ in stream:
+        break
+    assert loop.stats.num_free_blocks < 64
+    await stream.aclose()  # type: ignore[attr-defined]
+    await _until(lambda: loop.stats.num_free_blocks == 64)
+    assert loop.stats.finished["abort"] == 1
+
+
+async def test_d9_random_cancellations_leave_every_block(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """C21, D9: cancelled while queued, prefilling and decoding, 200 times."""
+    path = checkpoints("qwen2_5_vl")
+    loop = loops(make_engine(path, path, num_blocks=64, max_running=6, max_chunk_tokens=8))
+    rng = random.Random(1)
+    cancelled = 0
+
+    async def one(number: int) -> None:
+        nonlocal cancelled
+        task = asyncio.ensure_future(
+            _collect(loop, _request(f"n{number}", number % 4, max_tokens=60))
+        )
+        try:
+            await asyncio.wait_for(task, rng.random() * 0.08)
+        except TimeoutError:
+            cancelled += 1
+
+    for first in range(0, 400, 20):
+        await asyncio.gather(*(one(first + n) for n in range(20)))
+        if cancelled >= 200:
+            break
+    assert cancelled >= 200
+    await _until(lambda: loop.stats.num_free_blocks == 64)
+    stats = loop.stats
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.admitted == sum(stats.finished.values())
+    assert loop._streams == {}
+
+
+async def test_refusals_reach_their_own_stream(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    loop = loops(make_engine(checkpoints("llama")))
+    running = asyncio.ensure_future(_collect(loop, _request("good", max_tokens=200)))
+    with pytest.raises(RequestTooLong):
+        await _collect(loop, tiny.request("long", [2] * 2000))
+    with pytest.raises(InvalidRequest):
+        await _collect(loop, tiny.request("bad", [tiny.VOCAB]))
+    with pytest.raises(InvalidRequest, match="already running"):
+        await asyncio.gather(_collect(loop, _request("x")), _collect(loop, _request("x")))
+    assert len(await running) == 200
+
+
+async def test_a_dead_engine_ends_every_stream_and_fails_health(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """E8: the engine died and health said 200 for ever."""
+    engine = make_engine(checkpoints("llama"))
+    loop = loops(engine)
+    loop.check_health()
+    release = threading.Event()
+
+    def broken() -> None:
+        release.wait(5)
+        raise MemoryError("the engine is broken")
+
+    engine.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
+    streams = [asyncio.ensure_future(_collect(loop, _request(str(n)))) for n in range(3)]
+    await asyncio.sleep(0.05)
+    release.set()
+    for outcome in await asyncio.gather(*streams, return_exceptions=True):
+        assert isinstance(outcome, WorkerLost)
+    with pytest.raises(WorkerLost, match="broken"):
+        loop.check_health()
+    with pytest.raises(WorkerLost):
+        await _collect(loop, _request("late"))
+
+
+async def test_a_step_that_does_not_end_fails_health(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    engine = make_engine(checkpoints("llama"))
+    loop = loops(engine, stall_timeout_s=0.05)
+    release = threading.Event()
+    step = engine.step
+    engine.step = lambda: (release.wait(5), step())[1]  # type: ignore[method-assign]
+    stream = asyncio.ensure_future(_collect(loop, _request("r")))
+    await _until(lambda: _is_lost(loop))
+    release.set()
+    assert len(await stream) == 12
+    loop.check_health()
+
+
+def _is_lost(loop: EngineLoop) -> bool:
+    try:
+        loop.check_health()
+    except WorkerLost:
+        return True
+    return False
+
+
+async def test_closing_ends_open_streams(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    loop = loops(make_engine(checkpoints("llama")))
+    stream = asyncio.ensure_future(_collect(loop, _request("r", max_tokens=900)))
+    await _until(lambda: loop.stats.generated_tokens > 0)
+    await asyncio.to_thread(loop.close)
+    with pytest.raises(WorkerLost):
+        await stream
