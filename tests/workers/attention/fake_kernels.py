@@ -55,7 +55,7 @@ def vllm_varlen_fwd(
     window_left: int, window_right: int, softcap: float, return_softmax: bool,
     num_splits: int, generator: None, /,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Answer as `torch.ops._vllm_fa2_C.varlen_fwd` of vLLM 0.33 does: result and softmax_lse."""
+    """Answer as `torch.ops._vllm_fa2_C.varlen_fwd` of vLLM 0.32 does: result and softmax_lse."""
     assert (out, leftpad_k, alibi_slopes, generator) == (None,) * 4
     assert (p_dropout, zero_tensors, softcap, return_softmax) == (0.0, False, 0.0, False)
     assert (window_left, window_right) == (-1, -1)

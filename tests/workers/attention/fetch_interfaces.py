@@ -75,13 +75,13 @@ STANDALONE = Interface(
 )
 VLLM_COPY = Interface(
     "vllm",
-    "0.33.0",
+    "0.32.0",
     {
         "vllm/vllm_flash_attn/__init__.py": (
             "68d256feb9db6c1c397dc1458f6b42e2bbdc66429ae14d6a2d41c27ef0dbd878"
         ),
         "vllm/vllm_flash_attn/flash_attn_interface.py": (
-            "234b33a0816e5ddc91ae5a9ac7238dd33803bd086c92f97ab904720ce261bfc3"
+            "adea0bc66605b44f9d9f23e298535899f4d0f68323d95261ab088035c881ddc9"
         ),
     },
 )

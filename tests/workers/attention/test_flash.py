@@ -114,17 +114,17 @@ def upstream_signature(
     raise NotImplementedError
 
 
-FORK = Distribution("vllm", "0.33.0", 16, upstream_signature, takes_seqused_k=True)
+FORK = Distribution("vllm", "0.32.0", 16, upstream_signature, takes_seqused_k=True)
 UPSTREAM = Distribution("flash-attn", "2.8.3", 256, upstream_signature, takes_seqused_k=False)
 
 
 @pytest.mark.parametrize(
     ("distribution", "dtype", "block_size", "head_dim", "message"),
     [
-        (FORK, torch.float32, 16, 64, r"model.dtype='float32': vllm 0.33.0 takes float16 and"),
-        (FORK, torch.float16, 24, 64, r"cache.block_size=24: vllm 0.33.0 takes multiples of 16"),
+        (FORK, torch.float32, 16, 64, r"model.dtype='float32': vllm 0.32.0 takes float16 and"),
+        (FORK, torch.float16, 24, 64, r"cache.block_size=24: vllm 0.32.0 takes multiples of 16"),
         (UPSTREAM, torch.float16, 16, 64, r"flash-attn 2.8.3 takes multiples of 256"),
-        (FORK, torch.bfloat16, 16, 512, r"vllm 0.33.0 takes head sizes .*256, the model has 512"),
+        (FORK, torch.bfloat16, 16, 512, r"vllm 0.32.0 takes head sizes .*256, the model has 512"),
         (FORK, torch.bfloat16, 16, 60, r"multiples of 8 .* the model has 60"),
     ],
 )
