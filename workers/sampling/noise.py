@@ -72,11 +72,12 @@ def _signed(value: int) -> int:
 
 def _finalise(h: Tensor) -> Tensor:
     """Mix 32 bits in place (murmur3's finaliser); int32 products wrap, as the hash wants."""
-    h ^= (h >> 16) & 0xFFFF  # `>>` on int32 copies the sign: mask to a logical shift
+    # `>>` on int32 copies the sign: mask to a logical shift.
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
     h *= _signed(0x85EBCA6B)
-    h ^= (h >> 13) & 0x7FFFF
+    h ^= (h >> 13).bitwise_and_(0x7FFFF)
     h *= _signed(0xC2B2AE35)
-    h ^= (h >> 16) & 0xFFFF
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
     return h
 
 
@@ -86,6 +87,7 @@ def _gumbel(h: Tensor) -> Tensor:
     Large noise comes from `1 - u` near 0, so `v = 1 - u` is what is drawn: float32 is fine
     there (down to 2**-32), while near 1 it would come in steps of 2**-24.
     """
-    v = (_finalise(h) & 0x7FFFFFFF).to(torch.float32)
-    v.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    minus_v = _finalise(h).bitwise_and_(0x7FFFFFFF).to(torch.float32)
+    minus_v.add_(0.5).mul_(-(2.0**-31))
+    # A `v` that rounds to 1 gives noise of -inf: an id that loses, as it would anyway.
+    return minus_v.log1p_().neg_().log_().neg_()
