@@ -8,7 +8,8 @@ never runs the engine, so health checks are answered while it is busy.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from ray import serve
 
@@ -28,16 +29,13 @@ class Worker:
         self._info = engine.info(serve.get_replica_context().replica_id.unique_id)
         self._loop = EngineLoop(engine)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream one request; a cancelled stream aborts it in the engine."""
-        stream = self._loop.generate(request)
-        try:
+        # Serve cancels this generator when the client goes: the abort must not wait for the
+        # garbage collector.
+        async with aclosing(self._loop.generate(request)) as stream:
             async for delta in stream:
                 yield delta
-        finally:
-            # Serve cancels this generator when the client goes: the abort must not wait for the
-            # garbage collector.
-            await stream.aclose()  # type: ignore[attr-defined]
 
     async def info(self) -> WorkerInfo:
         """Return the worker's facts."""

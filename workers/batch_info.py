@@ -142,7 +142,8 @@ class ForwardBatch:
         starts = torch.tensor([span.start for span in spans])
         seq_positions = _positions(starts, lens, cu_seqlens)  # [T]
         block_table = _padded_block_table(spans)  # [S, max blocks]
-        slots = _slots(seq_positions, block_table.repeat_interleave(lens, 0), limits.block_size)
+        token_rows = torch.arange(len(spans)).repeat_interleave(lens)  # [T]
+        slots = _slots(seq_positions, block_table, token_rows, limits.block_size)
         _check_slots(slots, limits)
         rows = [
             row
@@ -193,11 +194,11 @@ class ForwardBatch:
         block_table = meta.block_table[index]
         seq_positions = meta.kv_lens[index].to(torch.int64)  # next index = tokens so far
         deltas = self.rope_deltas[index]
-        ones = torch.ones_like(seq_positions)
+        rows = torch.arange(len(keep), device=device)
         attention = AttentionMetadata(
             cu_seqlens_q=torch.arange(len(keep) + 1, dtype=torch.int32, device=device),
             kv_lens=(seq_positions + 1).to(torch.int32),
-            slot_mapping=_slots(seq_positions, block_table, self.limits.block_size),
+            slot_mapping=_slots(seq_positions, block_table, rows, self.limits.block_size),
             block_table=block_table,
             q_lens=(1,) * len(keep),
             kv_lens_cpu=kv_lens_cpu,
@@ -209,9 +210,9 @@ class ForwardBatch:
             seq_positions=seq_positions,
             rope_positions=seq_positions
             if self.layout is RopeLayout.LINEAR
-            else compute_spec_mrope_positions(seq_positions, ones, deltas),
+            else compute_spec_mrope_positions(seq_positions, torch.ones_like(rows), deltas),
             rope_deltas=deltas,
-            logit_rows=torch.arange(len(keep), device=device),
+            logit_rows=rows,
             attention=attention,
             capacities=capacities,
         )
@@ -274,16 +275,18 @@ def _positions(starts: Tensor, lens: Tensor, cu_seqlens: tuple[int, ...]) -> Ten
     return torch.arange(cu_seqlens[-1]) + offsets.repeat_interleave(lens)
 
 
-def _slots(seq_positions: Tensor, block_rows: Tensor, block_size: int) -> Tensor:
+def _slots(
+    seq_positions: Tensor, block_table: Tensor, token_rows: Tensor, block_size: int
+) -> Tensor:
     """KV slot of every token.
 
     Args:
         seq_positions: Index in the sequence.  # [T] int64
-        block_rows: The block table of each token's sequence.  # [T, max blocks]
+        block_table: Of the sequences.  # [S, max blocks] int32 or int64
+        token_rows: Sequence of each token.  # [T] int64
         block_size: Slots per block.
     """
-    columns = (seq_positions // block_size).unsqueeze(1)
-    blocks = block_rows.to(torch.int64).gather(1, columns).squeeze(1)
+    blocks = block_table[token_rows, seq_positions // block_size].to(torch.int64)
     return blocks * block_size + seq_positions % block_size
 
 

@@ -9,7 +9,7 @@ always set and `emitted_ids` are the tokens the client already has.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -96,7 +96,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     # Prompt tokens whose K/V came from the prefix cache.
     num_cached_tokens: int = 0
-    # Totals for the request on this worker.
+    # Totals for the request on this worker; accepted as verified, before a stop trims a block.
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -143,7 +143,11 @@ class EngineStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     # Speculation: a draft round is one sequence in one verify step with at least one draft.
+    # generated == accepted + sampled_rows - trimmed: each sampled row of a sequence emits its
+    # accepted drafts and one more token, less what a stop in mid-block cut off.
     target_steps: int = 0
+    sampled_rows: int = 0
+    trimmed_tokens: int = 0
     draft_rounds: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -163,7 +167,7 @@ class EngineStats:
 class WorkerClient(Protocol):
     """How the text plane reaches the workers; the Ray router and test doubles implement it."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream the request's deltas; closing the iterator aborts it in the engine.
 
         Raises:

@@ -17,16 +17,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from workers.admission import Admission
 from workers.batch_info import ForwardMode, SequenceSpan
 from workers.config import EngineConfig
 from workers.contracts import EngineStats, FinishReason, GenerationRequest, TokenDelta, WorkerInfo
 from workers.errors import GenerationFailed, InvalidRequest, RequestError
 from workers.kv.block_manager import BlockManager
+from workers.models.device import is_device_lost
 from workers.models.runner import ModelRunner
 from workers.sampling.sampler import Sampler, SamplingRow
 from workers.scheduler import Batch, ScheduledSequence, Scheduler
 from workers.sequence import Sequence
-from workers.spec.drafter import Drafter, DraftFailure, DraftTask
+from workers.spec.drafter import Drafter, DraftStage, DraftTask
 from workers.spec.verifier import accept
 from workers.stats import StatsRecorder
 
@@ -61,6 +63,8 @@ class Engine:
             runner.limits.num_blocks, runner.limits.block_size, config.cache.prefix_caching
         )
         self.scheduler = Scheduler(config.scheduler, self.blocks, runner.adapter.max_positions)
+        self._admission = Admission(runner.adapter, num_ids, self.scheduler, drafter)
+        self._num_ids = num_ids
         self._sequences: dict[str, Sequence] = {}
         self.recorder = StatsRecorder(config.speculation.num_draft_tokens)
 
@@ -90,6 +94,10 @@ class Engine:
         """Return counters and gauges as of now."""
         return self.recorder.snapshot(self.scheduler, self.blocks)
 
+    def forget_statistics(self) -> None:
+        """Count from zero again (after a warm-up)."""
+        self.recorder = StatsRecorder(self.config.speculation.num_draft_tokens)
+
     def add(self, request: GenerationRequest) -> None:
         """Accept a request.
 
@@ -97,7 +105,9 @@ class Engine:
             RequestError: It is wrong, too long, or the queue is full; nothing is kept of it.
         """
         try:
-            seq = self._make_sequence(request)
+            if request.request_id in self._sequences:
+                raise InvalidRequest(f"request id {request.request_id} is already running")
+            seq = self._admission.sequence(request)
             self.scheduler.add(seq)
         except RequestError as error:
             self.recorder.refused(error)
@@ -129,34 +139,11 @@ class Engine:
         if self._drafter is not None:
             start = time.perf_counter()
             self._draft(self._drafter, batch)
-            self.recorder.draft_time_s += time.perf_counter() - start
+            self.recorder.draft_step(time.perf_counter() - start)
         for item in batch.scheduled:
             if not item.seq.is_finished:
                 self.scheduler.publish(item.seq)
         return result
-
-    def _make_sequence(self, request: GenerationRequest) -> Sequence:
-        adapter, sampling = self._runner.adapter, request.sampling
-        if request.request_id in self._sequences:
-            raise InvalidRequest(f"request id {request.request_id} is already running")
-        _check_ids(request, adapter.vocab_size)
-        if request.images and not adapter.takes_images:
-            raise InvalidRequest("this model takes no images", "messages")
-        for image in request.images:
-            if image.num_tokens != adapter.image_tokens(image.grid_thw):
-                raise InvalidRequest("an image's placeholders do not match its size", "messages")
-        limit = self.scheduler.sequence_limit(len(request.prompt_ids), sampling.max_tokens)
-        if len(request.prompt_ids) + len(request.emitted_ids) >= limit:
-            raise InvalidRequest("the tokens already emitted leave nothing to generate")
-        eos_ids = frozenset() if sampling.ignore_eos else adapter.eos_ids
-        drafts = self._drafter is not None and sampling.max_draft_tokens != 0
-        return Sequence(
-            request=request,
-            stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
-            max_len=limit,
-            rope=adapter.rope_table(request.prompt_ids, request.images),
-            needs_draft_kv=drafts and self._drafter is not None and self._drafter.needs_kv,
-        )
 
     def _run_or_narrow(
         self, items: Seq[ScheduledSequence], result: StepResult
@@ -167,10 +154,12 @@ class Engine:
         """
         try:
             return self._run(items, result)
-        except Exception as error:  # noqa: BLE001 - the named boundary of target failures
+        except Exception as error:  # the named boundary of target failures
+            if is_device_lost(error):
+                raise  # nothing can be narrowed down here: the worker is done for
             if len(items) == 1:
                 logger.warning("request %s failed: %r", items[0].seq.request_id, error)
-                self.recorder.target_failures += 1
+                self.recorder.target_failed()
                 self._fail(items[0].seq, f"generation failed: {type(error).__name__}", result)
                 return []
             half = len(items) // 2
@@ -203,7 +192,8 @@ class Engine:
             if all(is_finite[first:last]):
                 outcome.append((item, accept(item.seq.draft_ids, token_ids[first:last])))
             else:
-                self.recorder.target_failures += 1
+                self.recorder.target_failed()
+                self.blocks.withdraw(item.seq)
                 self._fail(item.seq, "generation failed: the logits are not finite", result)
             first = last
         return outcome
@@ -214,7 +204,7 @@ class Engine:
         appended = self.scheduler.commit(item, token_ids)
         if not appended:
             return
-        self.recorder.committed(item, appended, len(token_ids) - 1)
+        self.recorder.committed(item, len(token_ids) - 1, len(appended))
         result.deltas.append(
             TokenDelta(
                 request_id=seq.request_id,
@@ -235,7 +225,7 @@ class Engine:
         tasks = [
             DraftTask(seq, self._num_drafts(seq))
             for seq in (item.seq for item in batch.scheduled)
-            if not seq.is_finished and seq.request.sampling.max_draft_tokens != 0
+            if not seq.is_finished and seq.may_draft
         ]
         if not tasks:
             return
@@ -243,12 +233,26 @@ class Engine:
             proposal = drafter.propose(tasks)
             for task, draft_ids in zip(tasks, proposal.draft_ids, strict=True):
                 task.seq.draft_ids = self._checked(task, draft_ids)
-            for key in proposal.failures:
-                self.recorder.spec_failure(key)
-        except DraftFailure as failure:
-            self._drop_drafts(tasks, failure.key, failure)
-        except Exception as error:  # noqa: BLE001 - the named boundary of draft failures
-            self._drop_drafts(tasks, f"propose:{type(error).__name__}", error)
+        except Exception as error:  # the named boundary of draft failures
+            if is_device_lost(error):
+                raise
+            logger.warning("drafting failed, the next step decodes plainly: %r", error)
+            self.recorder.spec_failed(DraftStage.PROPOSE, type(error).__name__)
+            for task in tasks:
+                task.seq.drop_drafts()
+            return
+        for failure in proposal.failures:
+            logger.warning("drafting failed in %s: %s", failure.stage, failure.reason)
+            self.recorder.spec_failed(failure.stage, failure.reason)
+            if failure.distrusted is not None:
+                self._distrust(tasks[failure.distrusted].seq)
+
+    def _distrust(self, seq: Sequence) -> None:
+        """After non-finite draft logits, trust none of the sequence's draft K/V, cached or not."""
+        seq.drop_drafts()
+        # Blocks that others read as well are not written again; such a sequence stays without.
+        if self.blocks.withdraw(seq):
+            seq.num_draft_computed_tokens = 0
 
     def _num_drafts(self, seq: Sequence) -> int:
         if seq.num_uncomputed != 1:
@@ -259,17 +263,11 @@ class Engine:
         """Cut drafts at the first id the target has no token for, and at what was asked."""
         kept: list[int] = []
         for token_id in draft_ids[: task.num_drafts]:
-            if not 0 <= token_id < self._runner.adapter.vocab_size:
-                self.recorder.spec_failure("propose:id_out_of_range")
+            if not (isinstance(token_id, int) and 0 <= token_id < self._num_ids):
+                self.recorder.spec_failed(DraftStage.PROPOSE, "id_out_of_range")
                 break
             kept.append(token_id)
         return kept
-
-    def _drop_drafts(self, tasks: Seq[DraftTask], key: str, error: Exception) -> None:
-        logger.warning("drafting failed (%s), the next step decodes plainly: %r", key, error)
-        self.recorder.spec_failure(key)
-        for task in tasks:
-            task.seq.draft_ids = []
 
     def _fail(self, seq: Sequence, message: str, result: StepResult) -> None:
         self.scheduler.remove(seq)
@@ -313,16 +311,3 @@ def _mode(items: Seq[ScheduledSequence]) -> ForwardMode:
     if all(item.num_new_tokens == 1 for item in items):
         return ForwardMode.DECODE
     return ForwardMode.EXTEND
-
-
-def _check_ids(request: GenerationRequest, vocab_size: int) -> None:
-    if not request.prompt_ids:
-        raise InvalidRequest("the prompt is empty", "prompt")
-    ids = (*request.prompt_ids, *request.emitted_ids, *request.sampling.stop_token_ids)
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise InvalidRequest(f"a token id is outside [0, {vocab_size})", "prompt")
-    end = 0
-    for image in request.images:
-        if image.start < end or image.end > len(request.prompt_ids):
-            raise InvalidRequest("images overlap or leave the prompt", "messages")
-        end = image.end

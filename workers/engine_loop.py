@@ -4,22 +4,26 @@ Owns the thread that steps the engine, the mailbox to it and one queue per strea
 no HTTP. Commands go in through the mailbox and run between steps; results come out once per step
 for all requests together, so the asyncio loop wakes once a step and not once a token.
 
-Invariant: only the engine's thread touches the engine (statistics aside, which are values); every
-stream ends with a finish reason or an exception, also when the thread dies.
+Invariants: only the engine's thread touches the engine (statistics aside, which are values); every
+stream ends with a finish reason or an exception, also when the thread dies; a stream gets its own
+run's deltas only, since each run has a key of its own and a request id may come again (a replay).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 
 from workers.contracts import EngineStats, GenerationRequest, TokenDelta
 from workers.engine import Engine, StepResult
-from workers.errors import InvalidRequest, RequestError, SpecserveError, WorkerLost
+from workers.errors import RequestError, SpecserveError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +36,17 @@ class EngineLoop:
     def __init__(self, engine: Engine, stall_timeout_s: float = 60.0) -> None:
         self._engine = engine
         self._stall_timeout_s = stall_timeout_s
+        self._keys = itertools.count()
+        # On the asyncio loop: run key -> its stream.
+        self._streams: dict[str, asyncio.Queue[_Event]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Shared with the thread, under the condition's lock.
         self._wake = threading.Condition()
         self._mailbox: list[Callable[[], None]] = []
         self._stopping = False
-        self._streams: dict[str, asyncio.Queue[_Event]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._failure: str | None = None
+        # Why nothing is accepted any more; None while the thread runs.
+        self._end: str | None = None
+        # Written by the thread, read anywhere.
         self._stats = engine.stats()
         # Start of the step in progress, on the monotonic clock; None between steps.
         self._step_started_s: float | None = None
@@ -49,31 +58,31 @@ class EngineLoop:
         """The engine's counters after its latest step or command."""
         return self._stats
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream a request; closing the iterator early aborts it.
 
         Raises:
             RequestError: It was refused, or failed on its own.
-            WorkerLost: The engine died.
+            WorkerLost: The engine died or is stuck.
         """
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"request id {request.request_id} is already running")
         self.check_health()
         self._loop = asyncio.get_running_loop()
-        queue = self._streams[request.request_id] = asyncio.Queue()
+        key = f"{request.request_id}#{next(self._keys)}"
+        queue = self._streams[key] = asyncio.Queue()
         over = False
         try:
-            self._post(lambda: self._add(request))
+            self._post(partial(self._add, replace(request, request_id=key)))
             while not over:
                 event = await queue.get()
                 over = not isinstance(event, TokenDelta) or event.finish_reason is not None
                 if isinstance(event, SpecserveError):
                     raise event
-                yield event
+                yield replace(event, request_id=request.request_id)
         finally:
-            del self._streams[request.request_id]
-            if not over:
-                self._post(lambda: self._engine.abort(request.request_id))
+            del self._streams[key]
+            if not over and self._end is None:
+                with contextlib.suppress(WorkerLost):  # it died meanwhile, and its blocks with it
+                    self._post(partial(self._engine.abort, key))
 
     def check_health(self) -> None:
         """Return if the engine lives and its present step is not stuck.
@@ -81,25 +90,28 @@ class EngineLoop:
         Raises:
             WorkerLost: It does not.
         """
-        if self._failure is not None or not self._thread.is_alive():
-            raise WorkerLost(f"the engine stopped: {self._failure or 'it was closed'}")
+        if self._end is not None:
+            raise WorkerLost(f"the engine stopped: {self._end}")
         started_s = self._step_started_s
         if started_s is not None and time.monotonic() - started_s > self._stall_timeout_s:
             raise WorkerLost(f"a step has been running for over {self._stall_timeout_s:g} s")
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 10.0) -> None:
         """Stop the thread after its present step; open streams end with WorkerLost."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
+            if self._end is not None:
+                raise WorkerLost(f"the engine stopped: {self._end}")
             self._mailbox.append(command)
             self._wake.notify()
 
     def _run(self) -> None:
+        end = "it was closed"
         try:
             while self._wait_for_work():
                 self._step_started_s = time.monotonic()
@@ -111,9 +123,12 @@ class EngineLoop:
         except Exception as error:
             # The engine's state is unknown now: crash loudly, and let another worker replay.
             logger.exception("the engine thread died")
-            self._failure = repr(error)
+            end = repr(error)
         finally:
-            self._call(self._end_streams)
+            # In this order: a stream that is registered later is refused by `_post`.
+            with self._wake:
+                self._end = end
+            self._call(partial(self._end_streams, end))
 
     def _wait_for_work(self) -> bool:
         """Run the mailbox; return whether there is a step to run, or False to stop."""
@@ -140,18 +155,19 @@ class EngineLoop:
 
     def _call(self, function: Callable[[], None]) -> None:
         """Run a function on the asyncio loop, if there ever was one and it still runs."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(function)
 
     def _deliver(self, result: StepResult) -> None:
         """Hand a step's results to their streams (on the asyncio loop)."""
         for delta in result.deltas:
             if delta.request_id in self._streams:
                 self._streams[delta.request_id].put_nowait(delta)
-        for request_id, error in result.failures.items():
-            if request_id in self._streams:
-                self._streams[request_id].put_nowait(error)
+        for key, error in result.failures.items():
+            if key in self._streams:
+                self._streams[key].put_nowait(error)
 
-    def _end_streams(self) -> None:
+    def _end_streams(self, end: str) -> None:
         for queue in self._streams.values():
-            queue.put_nowait(WorkerLost(f"the engine stopped: {self._failure or 'closed'}"))
+            queue.put_nowait(WorkerLost(f"the engine stopped: {end}"))

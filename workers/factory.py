@@ -18,10 +18,10 @@ from workers.contracts import GenerationRequest, SamplingParams
 from workers.engine import Engine
 from workers.errors import ConfigError, ModelLoadError
 from workers.kv.pool import KVShape
+from workers.models.families import ModelAdapter
 from workers.models.loader import load_model, resolve_device
 from workers.models.runner import ModelRunner
 from workers.spec.registry import load_drafter
-from workers.stats import StatsRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     drafter = None if source is None else source.place(num_blocks)
     engine = Engine(config, runner, num_ids=target.num_ids, drafter=drafter)
-    _warm_up(engine)
+    _warm_up(engine, target.adapter)
     logger.info("engine ready: %d blocks of %d tokens", num_blocks, config.cache.block_size)
     return engine
 
@@ -78,17 +78,22 @@ def count_blocks(cache: CacheConfig, shapes: Iterable[KVShape], device: torch.de
     return available // block_bytes
 
 
-def _warm_up(engine: Engine) -> None:
-    """Run a few steps of prompt, decode and verification, then forget that they were."""
-    num_tokens = min(8, engine.scheduler.max_sequence_len - 1)
-    request = GenerationRequest(
-        request_id="warm-up",
-        prompt_ids=(0,),
-        sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-    )
-    engine.add(request)
+def _warm_up(engine: Engine, adapter: ModelAdapter) -> None:
+    """Run prompt, decode and verification, with an image where the model takes one, and forget it.
+
+    Raises:
+        ModelLoadError: The target failed, or the drafter did.
+    """
+    images = (adapter.blank_image(start=1),) if adapter.takes_images else ()
+    prompt_ids = (0, adapter.image_token_id, 0) if adapter.takes_images else (0, 0, 0)
+    room = engine.scheduler.max_sequence_len - len(prompt_ids)
+    sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=min(8, room), ignore_eos=True)
+    engine.add(GenerationRequest("warm-up", prompt_ids, sampling, images))
     while engine.has_work:
         failures = engine.step().failures
         if failures:
             raise ModelLoadError(f"the warm-up request failed: {failures['warm-up']}")
-    engine.recorder = StatsRecorder(engine.config.speculation.num_draft_tokens)
+    spec_failures = engine.stats().spec_failures
+    if spec_failures:
+        raise ModelLoadError(f"drafting failed in the warm-up: {', '.join(spec_failures)}")
+    engine.forget_statistics()

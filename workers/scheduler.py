@@ -57,6 +57,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        # Prompt tokens found in the prefix cache, over all first admissions.
+        self.num_cached_tokens = 0
         self._num_stalled_passes = 0
 
     @property
@@ -90,16 +92,20 @@ class Scheduler:
         Raises:
             QueueFull: The queue is at its limit.
         """
-        if len(self.waiting) >= self._config.max_waiting:
+        # A burst on an idle worker may fill the running places too.
+        room = self._config.max_waiting + self._config.max_running - len(self.running)
+        if len(self.waiting) >= room:
             raise QueueFull(f"{len(self.waiting)} requests are waiting; try again later")
         self.waiting.append(seq)
 
     def schedule(self) -> Batch:
         """Decide the next step; blocks for it are allocated, drafts that do not fit dropped."""
         scheduled: dict[Sequence, ScheduledSequence] = {}
+        num_preemptions = self.num_preemptions
         budget = self._schedule_decodes(scheduled)
         budget = self._schedule_chunks(scheduled, budget)
-        self._admit(scheduled, budget)
+        if self.num_preemptions == num_preemptions:  # else the victim would come straight back
+            self._admit(scheduled, budget)
         self._num_stalled_passes = 0 if scheduled else self._num_stalled_passes + self.has_work
         return Batch(tuple(scheduled.values()))
 
@@ -141,7 +147,8 @@ class Scheduler:
     def plan_drafts(self, seq: Sequence, max_drafts: int) -> int:
         """Return how many drafts the sequence may carry into its next step, blocks reserved.
 
-        Drafting never preempts: with a short pool there are fewer drafts.
+        Drafting never preempts: with a short pool there are fewer drafts, and what was reserved
+        for them is taken back before a sequence is preempted.
         """
         wanted = seq.request.sampling.max_draft_tokens
         limit = max_drafts if wanted is None else min(max_drafts, wanted)
@@ -212,6 +219,7 @@ class Scheduler:
             self.running.append(seq)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = min(seq.num_computed_tokens, seq.prompt_len)
+                self.num_cached_tokens += seq.num_cached_tokens
             seq.status = SequenceStatus.RUNNING
             num_new = min(seq.num_uncomputed, self._config.max_chunk_tokens, budget)
             scheduled[seq] = ScheduledSequence(seq, num_new)
@@ -220,9 +228,16 @@ class Scheduler:
     def _make_room(
         self, seq: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]
     ) -> bool:
-        """Preempt the youngest sequences that are not in this step yet until `seq` fits."""
+        """Take blocks from sequences that are not in this step yet, the youngest first.
+
+        Their drafts go before anyone is preempted.
+        """
+        others = [s for s in self.running if s is not seq and s not in scheduled]
+        for other in others:
+            other.drop_drafts()
+            self._blocks.shrink(other, other.num_tokens)
         while not self._blocks.grow(seq, num_tokens):
-            victims = [s for s in self.running if s is not seq and s not in scheduled]
+            victims = [s for s in others if s.status is SequenceStatus.RUNNING]
             if not victims:
                 return False
             self._preempt(victims[-1])

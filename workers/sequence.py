@@ -43,6 +43,8 @@ class Sequence:
     # Prompt plus emitted tokens at most.
     max_len: int
     rope: RopeTable | None = None
+    # Whether it may carry drafts at all.
+    may_draft: bool = False
     # Whether a drafter keeps K/V for this sequence, so that cached blocks must hold it too.
     needs_draft_kv: bool = False
 
@@ -66,6 +68,8 @@ class Sequence:
     # Totals over the sequence's life on this worker.
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    # Times that drafting failed because of this sequence alone.
+    num_draft_failures: int = 0
 
     def __post_init__(self) -> None:
         """Start from the prompt and what an earlier worker already emitted."""
@@ -98,7 +102,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a finish reason is set."""
+        """Whether the request is over: finished, aborted or failed."""
         return self.status is SequenceStatus.FINISHED
 
     def append(self, token_id: int) -> FinishReason | None:
@@ -119,6 +123,10 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_draft_computed_tokens = 0
         self.num_published_blocks = 0
-        self.draft_kv_ids = []
-        self.draft_ids = []
+        self.drop_drafts()
         self.status = SequenceStatus.WAITING
+
+    def drop_drafts(self) -> None:
+        """Forget the drafts and that K/V was written for them; always safe."""
+        self.draft_ids = []
+        self.draft_kv_ids = []

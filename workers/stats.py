@@ -2,7 +2,7 @@
 
 Owns the counters behind `EngineStats` and what each of them means. Knows no metrics library: the
 exporter reads snapshots. Written on the engine's thread only. Invariant: acceptance never counts
-the bonus token, and what a stop trims from an accepted block is accepted but not generated.
+the bonus token; what a stop trims from an accepted block is accepted, and counted as trimmed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from workers.contracts import EngineStats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
-
     from workers.errors import RequestError
     from workers.kv.block_manager import BlockManager
     from workers.scheduler import ScheduledSequence, Scheduler
@@ -32,14 +30,15 @@ class StatsRecorder:
         self._spec_failures: Counter[str] = Counter()
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._cached_tokens = 0
         self._target_steps = 0
+        self._target_failures = 0
+        self._sampled_rows = 0
+        self._trimmed_tokens = 0
         self._draft_rounds = 0
         self._draft_tokens = 0
         self._accepted_per_position = [0] * num_positions
         self._target_time_s = 0.0
-        self.draft_time_s = 0.0
-        self.target_failures = 0
+        self._draft_time_s = 0.0
 
     def admitted(self, seq: Sequence) -> None:
         """Count an accepted request."""
@@ -59,12 +58,20 @@ class StatsRecorder:
         self._target_steps += 1
         self._target_time_s += seconds
 
-    def committed(self, item: ScheduledSequence, appended: Seq[int], num_accepted: int) -> None:
+    def target_failed(self) -> None:
+        """Count a target failure that was narrowed down to one request."""
+        self._target_failures += 1
+
+    def draft_step(self, seconds: float) -> None:
+        """Count the time a drafter took after a step."""
+        self._draft_time_s += seconds
+
+    def committed(self, item: ScheduledSequence, num_accepted: int, num_appended: int) -> None:
         """Count what a sequence got out of a step, and keep its own totals."""
         seq = item.seq
-        if seq.num_emitted == len(appended) and seq.num_cached_tokens:
-            self._cached_tokens += seq.num_cached_tokens
-        self._generated_tokens += len(appended)
+        self._sampled_rows += 1
+        self._generated_tokens += num_appended
+        self._trimmed_tokens += num_accepted + 1 - num_appended
         if item.num_draft_tokens:
             self._draft_rounds += 1
             self._draft_tokens += item.num_draft_tokens
@@ -73,9 +80,9 @@ class StatsRecorder:
             for position in range(num_accepted):
                 self._accepted_per_position[position] += 1
 
-    def spec_failure(self, key: str) -> None:
-        """Count a failure that cost drafts, as "stage:reason"."""
-        self._spec_failures[key] += 1
+    def spec_failed(self, stage: str, reason: str) -> None:
+        """Count a failure that cost drafts."""
+        self._spec_failures[f"{stage}:{reason}"] += 1
 
     def snapshot(self, scheduler: Scheduler, blocks: BlockManager) -> EngineStats:
         """Return everything as of now."""
@@ -87,17 +94,19 @@ class StatsRecorder:
             num_waiting=len(scheduler.waiting),
             preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
             generated_tokens=self._generated_tokens,
             target_steps=self._target_steps,
+            sampled_rows=self._sampled_rows,
+            trimmed_tokens=self._trimmed_tokens,
             draft_rounds=self._draft_rounds,
             draft_tokens=self._draft_tokens,
             accepted_tokens=sum(self._accepted_per_position),
             accepted_per_position=tuple(self._accepted_per_position),
             spec_failures=dict(self._spec_failures),
-            target_failures=self.target_failures,
+            target_failures=self._target_failures,
             target_time_s=self._target_time_s,
-            draft_time_s=self.draft_time_s,
+            draft_time_s=self._draft_time_s,
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free,
         )

@@ -16,7 +16,7 @@ from tests.workers.engines import make_engine, run
 from workers.contracts import GenerationRequest
 from workers.engine import Engine
 from workers.engine_loop import EngineLoop
-from workers.errors import InvalidRequest, RequestTooLong, WorkerLost
+from workers.errors import GenerationFailed, InvalidRequest, RequestTooLong, WorkerLost
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def test_c21_a_closed_stream_frees_its_blocks(
     async for _ in stream:
         break
     assert loop.stats.num_free_blocks < 64
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await _until(lambda: loop.stats.num_free_blocks == 64)
     assert loop.stats.finished["abort"] == 1
 
@@ -117,8 +117,6 @@ async def test_refusals_reach_their_own_stream(
         await _collect(loop, tiny.request("long", [2] * 2000))
     with pytest.raises(InvalidRequest):
         await _collect(loop, tiny.request("bad", [tiny.VOCAB]))
-    with pytest.raises(InvalidRequest, match="already running"):
-        await asyncio.gather(_collect(loop, _request("x")), _collect(loop, _request("x")))
     assert len(await running) == 200
 
 
@@ -179,3 +177,68 @@ async def test_closing_ends_open_streams(
     await asyncio.to_thread(loop.close)
     with pytest.raises(WorkerLost):
         await stream
+
+
+async def test_a_request_that_cannot_be_prepared_is_its_own_failure(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A surprise of the library in one request's rope table ended the engine for everybody."""
+    engine = make_engine(checkpoints("qwen2_5_vl"))
+    loop = loops(engine)
+    running = asyncio.ensure_future(_collect(loop, _request("good", max_tokens=100)))
+
+    def surprise(*_: object) -> None:
+        raise IndexError("the library changed its mind")
+
+    await _until(lambda: loop.stats.generated_tokens > 0)
+    monkeypatch.setattr(engine._runner.adapter, "rope_table", surprise)
+    with pytest.raises(GenerationFailed, match="changed its mind"):
+        await _collect(loop, _request("bad"))
+    assert len(await running) == 100
+    loop.check_health()
+
+
+async def test_a_request_id_that_comes_again_gets_its_own_tokens(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """A replay on the same worker received the late deltas of the run before it."""
+    path = checkpoints("llama")
+    engine = make_engine(path, path)
+    other = tiny.request("r", tiny.prompt(9, [9])[0], max_tokens=8, ignore_eos=True)
+    expected = run(make_engine(path), [other]).token_ids["r"]
+    loop = loops(engine)
+    for _ in range(20):
+        stream = loop.generate(_request("r", max_tokens=300))
+        async for _ in stream:
+            break
+        closing = asyncio.ensure_future(stream.aclose())
+        assert await _collect(loop, other) == expected
+        await closing
+    await _until(lambda: loop.stats.num_running == 0)
+
+
+async def test_a_stream_that_comes_too_late_is_refused(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """A stream registered while the thread was ending waited for ever."""
+    loop = loops(make_engine(checkpoints("llama")))
+    await asyncio.to_thread(loop.close)
+    with pytest.raises(WorkerLost, match="closed"):
+        await asyncio.wait_for(_collect(loop, _request("late")), 5)
+
+
+async def test_a_lost_device_ends_the_worker(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """E8: the ingress must replay the streams elsewhere, and Serve replace the worker."""
+    engine = make_engine(checkpoints("llama"))
+    loop = loops(engine)
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine._runner.forward = lost  # type: ignore[method-assign, assignment]
+    with pytest.raises(WorkerLost, match="CUDA error"):
+        await _collect(loop, _request("r"))
+    with pytest.raises(WorkerLost):
+        loop.check_health()

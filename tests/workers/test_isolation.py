@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def _break_forward(
 
 
 def _raise(_: Tensor) -> Tensor:
-    raise RuntimeError("CUDA error: a made-up one")
+    raise RuntimeError("a made-up one")
 
 
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,9 +96,16 @@ class _ScriptedDrafter:
 
     name = "scripted"
     needs_kv = False
+    max_sequence_len = 1 << 30
 
     def __init__(self, propose: Callable[[Sequence[DraftTask]], Proposal]) -> None:
         self.propose = propose
+
+
+def _engine_with(path: str, propose: Callable[[Sequence[DraftTask]], Proposal]) -> Engine:
+    engine = make_engine(path, num_draft_tokens=4)
+    engine._drafter = engine._admission._drafter = _ScriptedDrafter(propose)
+    return engine
 
 
 def _ids(value: int) -> Callable[[Sequence[DraftTask]], Proposal]:
@@ -114,6 +122,7 @@ def _crash(_: Sequence[DraftTask]) -> Proposal:
         (_ids(tiny.VOCAB), "propose:id_out_of_range"),
         (_ids(-1), "propose:id_out_of_range"),
         (_crash, "propose:ZeroDivisionError"),
+        (lambda tasks: Proposal([[3.0] for _ in tasks]), "propose:id_out_of_range"),  # type: ignore[list-item]
         (lambda _: Proposal([]), "propose:ValueError"),
         (lambda tasks: Proposal([[3] * 50 for _ in tasks]), None),  # more than was asked
         (lambda tasks: Proposal([[] for _ in tasks]), None),
@@ -128,8 +137,7 @@ def test_b23_any_proposal_is_survived(
     """B23: a draft id equal to the vocabulary size aborted decoding."""
     path = checkpoints("qwen2_5_vl")
     expected = run(make_engine(path), _requests()).token_ids
-    engine = make_engine(path)
-    engine._drafter = _ScriptedDrafter(propose)
+    engine = _engine_with(path, propose)
     outcome = run(engine, _requests())
     assert outcome.token_ids == expected
     failures = engine.stats().spec_failures
@@ -144,8 +152,7 @@ def test_an_oracle_drafter_is_always_accepted(checkpoints: Checkpoints) -> None:
     def oracle(tasks: Sequence[DraftTask]) -> Proposal:
         return Proposal([script[t.seq.num_emitted :][: t.num_drafts] for t in tasks])
 
-    engine = make_engine(path, num_draft_tokens=4)
-    engine._drafter = _ScriptedDrafter(oracle)
+    engine = _engine_with(path, oracle)
     outcome = run(engine, [request])
     assert outcome.token_ids["r"] == script
     assert outcome.num_deltas["r"] == 1 + -(-29 // 5)
@@ -247,6 +254,17 @@ def _bad(**changes: Any) -> GenerationRequest:
         (_bad(images=[tiny.image(1, 2, 3, start=2), tiny.image(2, 2, 3, start=4)]), InvalidRequest),
         (_bad(ids=[2] * 1024, images=[]), RequestTooLong),
         (_bad(max_tokens=1020), RequestTooLong),
+        (_bad(images=[replace(tiny.image(1, 2, 3, start=6), grid_thw=(1, 3, 8))]), InvalidRequest),
+        (_bad(images=[replace(tiny.image(1, 2, 3, start=6), grid_thw=(1, 4, 0))]), InvalidRequest),
+        (_bad(images=[replace(tiny.image(1, 2, 3, start=6), num_tokens=5)]), InvalidRequest),
+        (_bad(temperature=float("nan")), InvalidRequest),
+        (_bad(temperature=float("inf")), InvalidRequest),
+        (_bad(top_p=0.0), InvalidRequest),
+        (_bad(top_k=-1), InvalidRequest),
+        (_bad(min_p=1.5), InvalidRequest),
+        (_bad(seed=2**63), InvalidRequest),
+        (_bad(max_tokens=0), InvalidRequest),
+        (_bad(max_draft_tokens=-1), InvalidRequest),
     ],
 )
 def test_a_bad_request_is_refused_and_the_others_keep_running(
@@ -276,7 +294,137 @@ def test_f1_statistics_add_up(pair: tuple[str, str]) -> None:
     assert sum(stats.accepted_per_position) == stats.accepted_tokens <= stats.draft_tokens
     assert list(stats.accepted_per_position) == sorted(stats.accepted_per_position, reverse=True)
     assert stats.generated_tokens == sum(map(len, outcome.token_ids.values()))
-    # Each delta holds its accepted tokens and one more.
-    assert stats.generated_tokens == stats.accepted_tokens + sum(outcome.num_deltas.values())
+    assert stats.sampled_rows == sum(outcome.num_deltas.values())
+    assert stats.generated_tokens == stats.accepted_tokens + stats.sampled_rows
     assert stats.admitted == sum(stats.finished.values()) == 6
     assert stats.num_running == stats.num_waiting == 0
+
+
+def test_what_a_stop_trims_is_counted(checkpoints: Checkpoints) -> None:
+    """Emitted = accepted + one for each sampled row - trimmed, also when a stop cuts a block."""
+    path = checkpoints("llama")
+    ids, _ = tiny.prompt(5, [12])
+    engine = make_engine(path, path, num_draft_tokens=5)
+    free = run(engine, [tiny.request("r", ids, ignore_eos=True)]).token_ids["r"]
+    stop = next(t for n, t in enumerate(free) if n % 6 in (2, 3, 4) and t not in free[:n])
+    engine.forget_statistics()
+    run(engine, [tiny.request("r", ids, ignore_eos=True, stop_token_ids=(stop,))])
+    stats = engine.stats()
+    assert stats.trimmed_tokens > 0
+    emitted = stats.accepted_tokens + stats.sampled_rows - stats.trimmed_tokens
+    assert stats.generated_tokens == emitted == free.index(stop) + 1
+
+
+def test_a_lost_device_is_nobodys_request(checkpoints: Checkpoints) -> None:
+    """A dead device failed request after request, with health ok: it must end the worker."""
+    engine = make_engine(checkpoints("llama"))
+
+    def lost(*_: Any) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine._runner.forward = lost  # type: ignore[method-assign]
+    for request in _requests(3)[::2]:
+        engine.add(request)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        engine.step()
+
+
+def test_one_sequences_draft_failure_leaves_the_others_their_drafts(
+    pair: tuple[str, str],
+) -> None:
+    """One image that only the draft's tower choked on stopped everybody's drafts."""
+    path, draft = pair
+    requests = _requests(4)
+    expected = run(make_engine(path), requests).token_ids
+    engine = make_engine(path, draft)
+    adapter = engine._drafter._runner.adapter  # type: ignore[union-attr]
+
+    def broken(_: Any) -> Tensor:
+        raise RuntimeError("the draft's tower does not like this image")
+
+    adapter.embed_image = broken
+    engine._drafter._runner._image_cache._entries.clear()  # type: ignore[union-attr]
+    drafted: dict[str, int] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            drafted[delta.request_id] = delta.num_draft_tokens
+    assert {name for name, count in drafted.items() if count} == {"r0", "r2"}
+    assert set(engine.stats().spec_failures) == {"draft_extend:RuntimeError"}
+    assert engine.stats().finished["length"] == len(expected)
+
+
+def test_draft_catch_up_keeps_to_the_steps_budget(pair: tuple[str, str]) -> None:
+    """After an outage every sequence caught up at once, in one forward pass of any size."""
+    path, draft = pair
+    engine = make_engine(path, draft, max_step_tokens=64, max_chunk_tokens=32, max_running=8)
+    runner = engine._drafter._runner  # type: ignore[union-attr]
+    forward, sizes, outage = runner.forward, [], {"on": True}
+
+    def recording(batch: ForwardBatch, *args: Any) -> Tensor:
+        if outage["on"]:
+            raise RuntimeError("out for a while")
+        sizes.append(len(batch.input_ids))
+        return forward(batch, *args)
+
+    runner.forward = recording
+    for seed in range(8):
+        ids, _ = tiny.prompt(seed, [70])
+        engine.add(tiny.request(f"r{seed}", ids, max_tokens=40, ignore_eos=True))
+    engine.step()
+    for seq in engine.scheduler.running:
+        seq.num_draft_failures = -1000  # the outage is the drafter's, not theirs
+    while (
+        any(seq.num_uncomputed > 1 for seq in engine.scheduler.running) or engine.scheduler.waiting
+    ):
+        engine.step()
+    outage["on"] = False
+    while engine.has_work:
+        engine.step()
+    assert max(sizes) <= 64 + 2 * 8
+    assert engine.stats().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_bad_block_leaves_the_prefix_cache(pair: tuple[str, str], side: str) -> None:
+    """A transient NaN in a prompt chunk stayed in the cache and failed everyone who shared it."""
+    path, draft = pair
+    ids, _ = tiny.prompt(1, [100])
+    request = tiny.request("r", ids, ignore_eos=True)
+    expected = run(make_engine(path), [request]).token_ids
+    engine = make_engine(path, draft, max_chunk_tokens=32)
+    runner = engine._runner if side == "target" else engine._drafter._runner  # type: ignore[union-attr]
+    embed, calls = runner.adapter.embed, {"n": 0}
+
+    def transient(input_ids: Tensor) -> Tensor:
+        calls["n"] += 1
+        embeddings = embed(input_ids)
+        return embeddings * torch.nan if calls["n"] == 1 else embeddings
+
+    runner.adapter.embed = transient
+    outcome = run(engine, [request])
+    if side == "target":
+        assert set(outcome.failures) == {"r"}
+    else:
+        assert outcome.token_ids == expected
+        assert set(engine.stats().spec_failures) == {"draft_decode:non_finite"}
+    failures = engine.stats().spec_failures
+    again = run(engine, [request])
+    assert again.token_ids == expected
+    assert engine.stats().spec_failures == failures
+    assert engine.stats().draft_tokens > 0
+
+
+@pytest.mark.parametrize(("length", "max_tokens", "draft_context"), [(100, 1, 1024), (300, 8, 64)])
+def test_speculation_does_not_cost_the_prefix_cache(
+    checkpoints: Checkpoints, length: int, max_tokens: int, draft_context: int
+) -> None:
+    """Requests that cannot draft waited for draft K/V that never came: nothing was cached."""
+    path = checkpoints("llama")
+    draft = checkpoints("llama", max_position_embeddings=draft_context)
+    engine = make_engine(path, draft)
+    ids, _ = tiny.prompt(2, [length])
+    for name in "ab":
+        run(engine, [tiny.request(name, ids, max_tokens=max_tokens, ignore_eos=True)])
+    assert engine.stats().cached_tokens == (length - 1) // 16 * 16

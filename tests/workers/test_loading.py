@@ -17,7 +17,7 @@ from workers.config import CacheConfig, ModelConfig
 from workers.errors import ConfigError, ModelLoadError
 from workers.factory import build_engine, count_blocks
 from workers.kv.pool import KVShape
-from workers.models.loader import check_pair, load_model
+from workers.models.loader import check_pair, load_model, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -110,3 +110,25 @@ def test_a_model_that_fails_does_so_at_start(
     )
     with pytest.raises(ModelLoadError, match="warm-up"):
         build_engine(make_config(checkpoints("llama")))
+
+
+def test_a_draft_that_fails_does_so_at_start(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B28: the warm-up decoded plainly beside a broken draft, and nothing told of it."""
+
+    def broken(*_: object) -> None:
+        raise TypeError("a contract of the library is gone")
+
+    monkeypatch.setattr("workers.spec.draft_model.DraftModelDrafter._plan", broken)
+    path = checkpoints("llama")
+    with pytest.raises(ModelLoadError, match="propose:TypeError"):
+        build_engine(make_config(path, path))
+
+
+@pytest.mark.parametrize("name", ["tpu9", "cuda"])
+def test_a_device_that_is_not_there_is_a_setting_to_mend(name: str) -> None:
+    if name == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="device"):
+        resolve_device(name)

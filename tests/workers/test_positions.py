@@ -24,7 +24,7 @@ from workers.batch_info import (
     compute_spec_mrope_positions,
 )
 from workers.contracts import GenerationRequest
-from workers.errors import BatchInfoError
+from workers.errors import BatchInfoError, ModelLoadError
 
 BLOCK = 16
 LIMITS = batch_info.BatchLimits(vocab_size=100, num_blocks=64, block_size=BLOCK)
@@ -180,12 +180,6 @@ def _per_request_from_the_prompt(
     return torch.cat(parts, dim=1)
 
 
-def _mixed_draft_extend(path: str, draft: str) -> tuple[Any, Outcome]:
-    """One batch in which image and text requests draft-extend with differing accept lengths."""
-    engine = make_engine(path, draft, num_draft_tokens=4)
-    return engine, run(engine, _requests())
-
-
 def test_seed_crash_mixed_image_and_text_draft_extend(
     checkpoints: Checkpoints, noisy_draft: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,17 +189,22 @@ def test_seed_crash_mixed_image_and_text_draft_extend(
     out-of-bounds reads in a fused kernel, or "size of tensor a (40) must match b (10)".
     """
     path, draft = checkpoints("qwen2_5_vl"), noisy_draft("qwen2_5_vl")
-    engine, outcome = _mixed_draft_extend(path, draft)
+    # One batch in which image and text requests draft-extend together.
+    engine = make_engine(path, draft, num_draft_tokens=4)
+    outcome = run(engine, _requests())
     assert engine.stats().spec_failures == {}
     expected = run(make_engine(path), _requests()).token_ids
     assert outcome.token_ids == expected
     accepted = engine.stats().accepted_per_position
     assert accepted[0] > accepted[-1] > 0, "accept lengths do not differ"
 
-    # The same scenario with the fault put back must not pass unnoticed.
+    # The same scenario with the fault put back must not pass unnoticed; nor does a start with it.
+    engine = make_engine(path, draft, num_draft_tokens=4)
     monkeypatch.setattr(batch_info, "_rope_positions", _per_request_from_the_prompt)
-    engine, outcome = _mixed_draft_extend(path, draft)
+    outcome = run(engine, _requests())
     assert engine.stats().spec_failures or outcome.failures or outcome.token_ids != expected
+    with pytest.raises(ModelLoadError, match="warm-up"):
+        make_engine(path, draft)
 
 
 def _span(num: int, start: int, blocks: list[int], **kwargs: Any) -> SequenceSpan:

@@ -182,3 +182,11 @@ def test_shared_noise_makes_a_rough_draft_agree() -> None:
     a = sampler.sample(target.expand(400, -1).clone(), rows).token_ids
     b = sampler.sample(draft.expand(400, -1).clone(), rows).token_ids
     assert (a == b).float().mean() > 0.4
+
+
+def test_no_noise_can_rule_out_a_certain_id() -> None:
+    """A uniform that rounded to 1 gave -inf, and an id of probability 1 lost."""
+    noise = GumbelNoise(152_000, CPU)
+    assert noise.rows(noise.keys([(1, 12)])).isfinite().all()
+    every = torch.arange(-(2**31), 2**31 - 1, 65_537, dtype=torch.int64).to(torch.int32)
+    assert noise.at(every, torch.zeros((len(every), 1), dtype=torch.int64)).isfinite().all()

@@ -87,7 +87,9 @@ def test_d1_what_can_never_fit_is_refused_at_once() -> None:
 
 
 def test_a_full_queue_refuses() -> None:
-    scheduler = make_scheduler(max_waiting=2)
+    scheduler = make_scheduler(max_waiting=2, max_running=1)
+    scheduler.add(make_sequence(4, name="running"))
+    _commit_all(scheduler, scheduler.schedule())
     scheduler.add(make_sequence(4, name="a"))
     scheduler.add(make_sequence(4, name="b"))
     with pytest.raises(QueueFull):
@@ -118,6 +120,30 @@ def test_drafts_go_before_anyone_is_preempted() -> None:
         seq.draft_ids = [5]
     _commit_all(scheduler, scheduler.schedule(), 1)
     assert scheduler.num_preemptions == 0
+
+
+def test_a_burst_on_an_idle_worker_may_fill_the_running_places() -> None:
+    scheduler = make_scheduler(max_waiting=2, max_running=4)
+    for number in range(6):
+        scheduler.add(make_sequence(4, name=str(number)))
+    with pytest.raises(QueueFull):
+        scheduler.add(make_sequence(4, name="late"))
+
+
+def test_reserved_draft_blocks_are_taken_back_before_anyone_is_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=5, prefix_caching=False)
+    for name, length in (("a", 32), ("b", 20)):
+        scheduler.add(make_sequence(length, name=name, max_tokens=30))
+    _commit_all(scheduler, scheduler.schedule())
+    a, b = scheduler.running
+    assert scheduler.plan_drafts(b, 12) == 12  # takes the last free block
+    b.draft_ids, b.draft_kv_ids = [5] * 12, [5] * 11
+    batch = scheduler.schedule()  # a needs a third block
+    assert [item.num_new_tokens for item in batch.scheduled] == [1, 1]
+    assert (len(a.block_table), len(b.block_table)) == (3, 2)
+    assert (b.draft_ids, b.draft_kv_ids) == ([], [])
+    assert scheduler.num_preemptions == 0
+    scheduler._blocks.check_integrity(scheduler.running)
 
 
 def test_d2_a_head_without_progress_is_failed() -> None:

@@ -73,6 +73,21 @@ class BlockManager:
         sequence.block_table.extend(self._take() for _ in range(missing))
         return True
 
+    def shrink(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give back the blocks beyond `num_tokens` tokens: reserved for drafts, never published."""
+        for block in reversed(sequence.block_table[self._blocks_for(num_tokens) :]):
+            self._release(block)
+        del sequence.block_table[self._blocks_for(num_tokens) :]
+
+    def withdraw(self, sequence: Sequence) -> bool:
+        """Take the sequence's blocks out of the prefix cache: their content is not to be trusted.
+
+        Returns whether nobody else holds any of them, so that they may be written again.
+        """
+        for block in sequence.block_table:
+            self._forget(block)
+        return all(self._ref_counts[block] == 1 for block in sequence.block_table)
+
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Offer the full blocks within the first `num_tokens` tokens to the prefix cache.
 
@@ -94,11 +109,7 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Return the sequence's blocks; the last ones are reused first, prefixes live longest."""
         for block in reversed(sequence.block_table):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free[block] = None
-                if block not in self._hash_of:  # nothing worth keeping in it
-                    self._free.move_to_end(block, last=False)
+            self._release(block)
         sequence.block_table = []
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -118,6 +129,13 @@ class BlockManager:
         self._forget(block)
         self._ref_counts[block] = 1
         return block
+
+    def _release(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            self._free[block] = None
+            if block not in self._hash_of:  # nothing worth keeping in it
+                self._free.move_to_end(block, last=False)
 
     def _forget(self, block: int) -> None:
         key = self._hash_of.pop(block, None)

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from workers.config import ModelConfig
-from workers.errors import ModelLoadError
+from workers.errors import ConfigError, ModelLoadError
 from workers.models.families import ADAPTERS, ModelAdapter
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,20 @@ class LoadedModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `auto`, `cpu` or `cuda[:n]` means here."""
+    """Return the device that `auto`, `cpu` or `cuda[:n]` means here.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("device", name, "must be auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "torch finds no CUDA device here")
+    return device
 
 
 def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:

@@ -45,7 +45,9 @@ class ImageCache:
         return self._entries[key]
 
     def put(self, key: bytes, embedding: Tensor) -> None:
-        """Keep an embedding, dropping older ones for it."""
+        """Keep an embedding, dropping older ones for it; not one that could never fit."""
+        if embedding.nbytes > self._max_bytes:
+            return
         self._entries[key] = embedding
         self._num_bytes += embedding.nbytes
         while self._num_bytes > self._max_bytes:

@@ -88,6 +88,6 @@ def _gumbel(h: Tensor) -> Tensor:
     there (down to 2**-32), while near 1 it would come in steps of 2**-24.
     """
     minus_v = _finalise(h).bitwise_and_(0x7FFFFFFF).to(torch.float32)
-    minus_v.add_(0.5).mul_(-(2.0**-31))
-    # A `v` that rounds to 1 gives noise of -inf: an id that loses, as it would anyway.
+    # A `v` that rounds to 1 would give -inf, and even an id of probability 1 would lose.
+    minus_v.add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1 - 2.0**-24))
     return minus_v.log1p_().neg_().log_().neg_()

@@ -98,23 +98,33 @@ class Sampler:
 
     def _sample_filtered(self, scaled: Tensor, keys: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Sample rows with top-k, top-p or min-p; the noise is taken on candidates only."""
-        width = min(self._vocab_size, max(_NUM_CANDIDATES, max(r.params.top_k for r in rows) + 1))
+        width = min(self._vocab_size, _NUM_CANDIDATES)
+        log_total = scaled.logsumexp(dim=-1)
         values, ids = scaled.topk(width, dim=-1)  # [R, C], descending
-        keep = _keep(values, scaled.logsumexp(dim=-1), rows)
-        if width < self._vocab_size and bool(keep[:, -1].any()):
-            # The last candidate survives, so a smaller one might as well: look at all of them.
-            values, ids = scaled.sort(dim=-1, descending=True)
-            keep = _keep(values, scaled.logsumexp(dim=-1), rows)
-        scores = values + self._noise.at(keys, ids)
-        best = scores.masked_fill_(~keep, -torch.inf).argmax(dim=-1, keepdim=True)
-        return ids.gather(1, best).squeeze(1)
+        keep = _keep(values, log_total, rows)
+        token_ids = self._best(values, ids, keep, keys)
+        # Where the last candidate survives, a smaller one might as well: look at all of them. Each
+        # row decides that for itself, whatever its neighbours are.
+        wide = keep[:, -1].nonzero().squeeze(1) if width < self._vocab_size else keep.new_empty(0)
+        if len(wide):
+            values, ids = scaled[wide].sort(dim=-1, descending=True)
+            keep = _keep(values, log_total[wide], [rows[i] for i in wide.tolist()])
+            token_ids[wide] = self._best(values, ids, keep, keys[wide])
+        return token_ids
+
+    def _best(self, values: Tensor, ids: Tensor, keep: Tensor, keys: Tensor) -> Tensor:
+        """Add the noise and choose among the survivors.  # all [R, C], keys [R] -> [R]."""
+        scores = (values + self._noise.at(keys, ids)).masked_fill_(~keep, -torch.inf)
+        return ids.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
 def _mask_stops(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Rule out stop ids where `min_tokens` has not been reached."""
     for i, row in enumerate(rows):
-        if row.num_emitted < row.params.min_tokens and row.stop_ids:
-            logits[i, torch.tensor(sorted(row.stop_ids), device=logits.device)] = -torch.inf
+        if row.num_emitted < row.params.min_tokens:
+            # A draft model may be narrower than the ids of its target.
+            ids = [stop_id for stop_id in row.stop_ids if stop_id < logits.shape[1]]
+            logits[i, torch.tensor(ids, dtype=torch.int64, device=logits.device)] = -torch.inf
 
 
 def _keep(values: Tensor, log_total: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -128,7 +138,7 @@ def _keep(values: Tensor, log_total: Tensor, rows: Sequence[SamplingRow]) -> Ten
         rows: The rows' parameters.
 
     Returns:
-        The survivors; the first is always one.  # [R, C] bool
+        The survivors; the first is one in every row that is finite.  # [R, C] bool
     """
     device, width = values.device, values.shape[1]
     top_k = torch.tensor([min(r.params.top_k or width, width) for r in rows], device=device)

@@ -10,9 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from workers.sequence import Sequence
+
+
+class DraftStage(StrEnum):
+    """Where drafting can fail."""
+
+    PROPOSE = "propose"
+    DRAFT_EXTEND = "draft_extend"
+    DRAFT_DECODE = "draft_decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +34,22 @@ class DraftTask:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFailure:
+    """Something went wrong, and cost drafts only."""
+
+    stage: DraftStage
+    # Name of an exception's type, or what was wrong with the result.
+    reason: str
+    # Task whose draft K/V is not to be trusted any more.
+    distrusted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft ids, one list a task, each at most as long as asked."""
 
     draft_ids: list[list[int]]
-    # "stage:reason" of tasks that lost their drafts without the others losing theirs.
-    failures: list[str] = field(default_factory=list)
-
-
-class DraftFailure(Exception):
-    """Drafting failed for the whole step."""
-
-    def __init__(self, stage: str, reason: str) -> None:
-        super().__init__(stage, reason)
-        self.stage, self.reason = stage, reason
-
-    @property
-    def key(self) -> str:
-        """How statistics name it."""
-        return f"{self.stage}:{self.reason}"
+    failures: list[DraftFailure] = field(default_factory=list)
 
 
 class Drafter(Protocol):
@@ -53,11 +59,13 @@ class Drafter(Protocol):
     name: str
     # Whether it keeps K/V in the worker's blocks.
     needs_kv: bool
+    # Sequences of this length or longer get no drafts.
+    max_sequence_len: int
 
     def propose(self, tasks: Seq[DraftTask]) -> Proposal:
         """Draft for each task; also sees sequences that get no drafts this time.
 
-        Raises:
-            DraftFailure: Nothing was drafted; the K/V it vouches for is unchanged.
+        A failure it can pin on some tasks is reported in the proposal; what it raises costs
+        every task its drafts. Either way the K/V it vouches for in a sequence is valid.
         """
         ...

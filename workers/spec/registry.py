@@ -58,8 +58,8 @@ class _DraftModelSource:
             image_cache_bytes=config.cache.image_cache_bytes,
         )
         num_ids = min(self.target.num_ids, self.draft.num_ids)
-        # A drafter never falls behind by more than a chunk and a block of drafts in normal running.
-        room = config.scheduler.max_chunk_tokens + config.speculation.num_draft_tokens + 1
+        # What the target ran in the step, and two tokens for each sequence that drafts.
+        room = config.scheduler.max_step_tokens + 2 * config.scheduler.max_running
         return DraftModelDrafter(runner, num_ids, max_extend_tokens=room)
 
 

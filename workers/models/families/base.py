@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -97,10 +98,22 @@ class ModelAdapter(ABC):
         """The vision tower's config; only where `takes_images`."""
         return self._model.config.vision_config
 
-    def image_tokens(self, grid_thw: tuple[int, int, int]) -> int:
-        """Return the placeholder tokens of an image of this patch grid."""
-        t, h, w = grid_thw
-        return int(t * h * w) // int(self.vision_config.spatial_merge_size) ** 2
+    @property
+    def image_token_id(self) -> int:
+        """Placeholder of an image in the prompt; only where `takes_images`."""
+        return int(self._model.config.image_token_id)
+
+    @property
+    def merge_size(self) -> int:
+        """Patches of a side that become one token; only where `takes_images`."""
+        return int(self.vision_config.spatial_merge_size)
+
+    def blank_image(self, start: int) -> ImageInput:
+        """Return the smallest image the vision tower takes, for a warm-up."""
+        vision, side = self.vision_config, self.merge_size
+        patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = np.zeros((side * side, patch_dim), np.float32)
+        return ImageInput(pixels, (1, side, side), b"blank", start, 1)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return token embeddings.  # [T] int64 -> [T, hidden]."""
