@@ -1,0 +1,70 @@
+"""Builds the Ray Serve application: workers, metrics exporter, ingress.
+
+Owns which deployment gets which options. Knows no requests. Invariant: building starts nothing;
+`bind()` needs no cluster. Serve reads the builder's annotation at run time, and silently passes a
+plain dictionary if it is not the class itself: so no `from __future__ import annotations` here.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import BackpressureConfig
+
+from deploy.metrics import MetricsExporter
+from deploy.settings import AppSettings, ReplicaSettings
+from deploy.worker import WORKER_CLASS, WorkerReplica
+from serving.ingress import Ingress
+
+APP_NAME = "specserve"
+IMPORT_PATH = "deploy.app:build_app"
+WORKER, METRICS, INGRESS = "worker", "metrics", "ingress"
+# The exporter only answers scrapes.
+METRICS_CPUS = 0.05
+
+
+def build_app(args: AppSettings) -> Application:
+    """Build the application (the `import_path` of Serve configs)."""
+    return compose(args, WORKER_CLASS)
+
+
+def compose(settings: AppSettings, worker_class: str) -> Application:
+    """Build the application around `worker_class`, given as `module:name`."""
+    # The metrics exporter's broadcasts come on top of the requests.
+    workers = serve.deployment(
+        WorkerReplica,
+        name=WORKER,
+        max_ongoing_requests=settings.worker_ongoing,
+        max_queued_requests=settings.worker.max_queued_requests,
+        **_replica_options(settings.worker),
+    ).bind(settings.engine_config(), worker_class)
+    metrics = serve.deployment(
+        MetricsExporter,
+        name=METRICS,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": METRICS_CPUS},
+    ).bind(workers)
+    return serve.deployment(
+        Ingress,
+        name=INGRESS,
+        max_ongoing_requests=settings.ingress_ongoing,
+        max_queued_requests=settings.worker.max_queued_requests,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+        **_replica_options(settings.ingress),
+    ).bind(settings.serving_config(), workers, metrics)
+
+
+def num_cpus_needed(settings: AppSettings) -> float:
+    """Return what Ray must offer for all replicas to be scheduled."""
+    replicas = (settings.worker, settings.ingress)
+    return METRICS_CPUS + sum(r.num_replicas * r.num_cpus for r in replicas)
+
+
+def _replica_options(settings: ReplicaSettings) -> dict[str, Any]:
+    return {
+        "num_replicas": settings.num_replicas,
+        "ray_actor_options": {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
+        "graceful_shutdown_timeout_s": settings.graceful_shutdown_timeout_s,
+        "health_check_period_s": settings.health_check_period_s,
+        "health_check_timeout_s": settings.health_check_timeout_s,
+    }

@@ -1,0 +1,228 @@
+"""The application's settings: YAML in, frozen dataclasses out.
+
+Owns the shape of configuration files and where paths in them point. Knows no Ray. Invariant:
+defaults stand in the dataclasses of `workers.config`, `serving.config` and here, each once;
+whatever a file leaves out is left to them, and a key that does not exist is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import deploy.demo
+from serving.config import ServingConfig
+from serving.images import ImageLimits
+from workers.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from workers.errors import ConfigError
+
+DEMO_SCHEME = "demo:"
+DEMO_MODELS = Path(deploy.demo.__file__).parent / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """How Ray Serve runs the replicas of one deployment."""
+
+    num_replicas: int = 1
+    # Ray's unit of scheduling, not a limit; fractions let a small machine hold all actors.
+    num_cpus: float = 0.25
+    num_gpus: float = 0.0
+    # None = derived: see `AppSettings`.
+    max_ongoing_requests: int | None = None
+    # Streams that outlast this at a shutdown are replayed on another worker.
+    graceful_shutdown_timeout_s: float = 20.0
+    health_check_period_s: float = 10.0
+    health_check_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.num_replicas < 1:
+            raise ConfigError("num_replicas", self.num_replicas, "must be at least 1")
+        for key in ("num_cpus", "num_gpus", "graceful_shutdown_timeout_s"):
+            if getattr(self, key) < 0:
+                raise ConfigError(key, getattr(self, key), "must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings(ReplicaSettings):
+    """The workers: their replicas, and the parts of the engine that depend on the machine."""
+
+    # Requests that may wait in one ingress process while all workers are full; then 429.
+    max_queued_requests: int = 256
+    # None = the engine's own default.
+    num_threads: int | None = None
+    device: str | None = None
+    attention_backend: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSettings(ReplicaSettings):
+    """The ingress: its replicas and its limits."""
+
+    # None = the default of `ServingConfig`.
+    max_body_bytes: int | None = None
+    max_replays: int | None = None
+    health_timeout_s: float | None = None
+    images: ImageLimits = field(default_factory=ImageLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where Serve's proxy listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+class AppSettings(BaseModel):
+    """All of one application, and the argument of `deploy.app:build_app`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # The name clients use in "model".
+    model_id: str = Field(min_length=1)
+    target: ModelConfig
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    worker: WorkerSettings = Field(default_factory=WorkerSettings)
+    ingress: IngressSettings = Field(default_factory=IngressSettings)
+    http: HttpSettings = Field(default_factory=HttpSettings)
+
+    def engine_config(self) -> EngineConfig:
+        """Return what a worker is told."""
+        speculation = self.speculation
+        if speculation.draft is not None:
+            speculation = replace(speculation, draft=_located(speculation.draft))
+        worker = self.worker
+        machine = {
+            "device": worker.device,
+            "attention_backend": worker.attention_backend,
+            "num_threads": worker.num_threads,
+        }
+        return EngineConfig(
+            model_id=self.model_id,
+            target=_located(self.target),
+            cache=self.cache,
+            scheduler=self.scheduler,
+            speculation=speculation,
+            **_given(machine),
+        )
+
+    def serving_config(self) -> ServingConfig:
+        """Return what an ingress is told."""
+        target = _located(self.target)
+        ingress = self.ingress
+        limits = {
+            "max_body_bytes": ingress.max_body_bytes,
+            "max_replays": ingress.max_replays,
+            "health_timeout_s": ingress.health_timeout_s,
+        }
+        return ServingConfig(
+            model_id=self.model_id,
+            path=target.path,
+            revision=target.revision,
+            images=ingress.images,
+            **_given(limits),
+        )
+
+    @property
+    def worker_ongoing(self) -> int:
+        """Requests at a worker at once: all that its engine runs or lets wait."""
+        return self.worker.max_ongoing_requests or (
+            self.scheduler.max_running + self.scheduler.max_waiting
+        )
+
+    @property
+    def ingress_ongoing(self) -> int:
+        """Open requests at an ingress: one stream is one, so all that the workers hold."""
+        return self.ingress.max_ongoing_requests or (
+            self.worker_ongoing * self.worker.num_replicas + self.worker.max_queued_requests
+        )
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is None, so that the receiving dataclass's default holds."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _located(model: ModelConfig) -> ModelConfig:
+    """Resolve `demo:NAME` to the packaged model; done late, so files stay portable."""
+    if not model.path.startswith(DEMO_SCHEME):
+        return model
+    return replace(model, path=str(DEMO_MODELS / model.path.removeprefix(DEMO_SCHEME)))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a settings file, with its relative paths (`./`, `../`, `~`) made absolute.
+
+    A model path that does not begin like a path is a hub id or a `demo:` model, left as it is.
+
+    Raises:
+        ConfigError: The file cannot be read or holds no mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(str(path), "", f"cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(str(path), values, "must hold a mapping of settings")
+    speculation = values.get("speculation")
+    models = [
+        values.get("target"),
+        speculation.get("draft") if isinstance(speculation, dict) else 0,
+    ]
+    for model in models:
+        if isinstance(model, dict) and str(model.get("path", "")).startswith((".", "~")):
+            model["path"] = str((path.parent / Path(model["path"]).expanduser()).resolve())
+    return values
+
+
+def parse_settings(values: dict[str, Any], source: str) -> AppSettings:
+    """Validate settings.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value is out of range.
+    """
+    try:
+        settings = AppSettings.model_validate(values)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(str(item) for item in e['loc'])}: {e['msg']}" for e in error.errors()
+        ]
+        raise ConfigError(source, "", "; ".join(problems)) from error
+    # Building them checks the ranges that involve several values.
+    settings.engine_config()
+    settings.serving_config()
+    return settings
+
+
+def load_settings(path: Path) -> AppSettings:
+    """Read and validate a settings file."""
+    return parse_settings(read_yaml(path), str(path))
+
+
+def check_models(settings: AppSettings) -> None:
+    """Check that models given as directories are there.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    engine = settings.engine_config()
+    models = {"target.path": engine.target, "speculation.draft.path": engine.speculation.draft}
+    for key, model in models.items():
+        if model is None or not Path(model.path).is_absolute():
+            continue
+        if not (Path(model.path) / "config.json").is_file():
+            raise ConfigError(key, model.path, "is no model directory (it has no config.json)")

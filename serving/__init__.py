@@ -1,0 +1,1 @@
+"""The text plane: HTTP, the OpenAI schema, tokenizer, image processor, streaming and failover."""

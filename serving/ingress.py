@@ -1,0 +1,62 @@
+"""The ingress as a Ray Serve deployment: the HTTP app in a replica.
+
+Owns the replica's construction: tokenizer, image processor, handles, app. Knows no routes and no
+engine. Invariant: it holds no request state beyond open streams, so any number of replicas can
+stand side by side; each sees all workers.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serving.api import Services, build_api
+from serving.config import ServingConfig
+from serving.prompts import PromptBuilder
+from serving.relay import Relay
+from serving.router import RayWorkerClient, our_errors
+
+
+@serve.ingress()
+class Ingress:
+    """What `deploy.app` wraps into a Serve deployment."""
+
+    def __init__(
+        self, config: ServingConfig, workers: DeploymentHandle, metrics: DeploymentHandle
+    ) -> None:
+        client = RayWorkerClient(workers, config.health_timeout_s)
+        self._metrics = metrics
+        self._services = Services(
+            model_id=config.model_id,
+            prompts=load_prompts(config),
+            workers=client,
+            relay=Relay(client, config.max_replays),
+            metrics=self._render_metrics,
+            max_body_bytes=config.max_body_bytes,
+            # Serve's proxy passes a request id in, and appends it to the answer.
+            echoes_request_id=False,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Build the app; Serve calls this once, after the constructor."""
+        return build_api(self._services)
+
+    async def _render_metrics(self) -> str:
+        # From one process for all ingress replicas: a scrape that met another process each time
+        # would see counters jump back.
+        with our_errors():
+            text: str = await self._metrics.render.remote()
+            return text
+
+
+def load_prompts(config: ServingConfig) -> PromptBuilder:
+    """Load what turns bodies into token ids; text-only models have no image processor."""
+    # Here, since whoever builds the application imports this module, and needs no transformers.
+    from serving.processor import ImageProcessor
+    from serving.tokenizer import ServingTokenizer
+
+    tokenizer = ServingTokenizer.load(config.path, config.revision)
+    has_images = tokenizer.image_token_id is not None
+    processor = ImageProcessor.load(config.path, config.revision) if has_images else None
+    return PromptBuilder(tokenizer, processor, config.images)

@@ -1,0 +1,89 @@
+"""Keeps one request's stream going while workers come and go.
+
+Owns the tokens that the client already has, and the decision to replay. Knows no Ray, no text and
+no HTTP: it sees a `WorkerClient`. Invariant: the deltas it yields are contiguous from the first
+token to exactly one terminal delta, or it raises; no token is yielded twice; an error of the
+request itself is never replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from serving.errors import StreamLost
+from workers.contracts import FinishReason, GenerationRequest, TokenDelta, WorkerClient
+from workers.errors import WorkerLost
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RelayCounters:
+    """What happened to streams since the process started. Data, not metrics."""
+
+    # Times a stream broke before its terminal delta.
+    interrupted: int = 0
+    # Replays that delivered something.
+    resumed: int = 0
+    # Requests that were given up.
+    lost: int = 0
+    # Tokens that were sent along with replays.
+    replayed_tokens: int = 0
+
+
+class Relay:
+    """Runs requests on workers, each again on another one while its worker is lost."""
+
+    def __init__(self, workers: WorkerClient, max_replays: int) -> None:
+        self._workers = workers
+        self._max_replays = max_replays
+        self.counters = RelayCounters()
+
+    async def run(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Stream the request's deltas to its terminal one; closing this aborts the request.
+
+        Raises:
+            StreamLost: Interrupted more than `max_replays` times.
+            RequestError: The request was refused or failed.
+        """
+        emitted: list[int] = list(request.emitted_ids)
+        for attempt in range(self._max_replays + 1):
+            resumed = request.resume_after(emitted)
+            if attempt:
+                self.counters.replayed_tokens += len(emitted)
+                # A worker that was only out of reach may still run the request under its old id.
+                resumed = replace(resumed, request_id=f"{request.request_id}.{attempt}")
+            is_first = True
+            try:
+                async with aclosing(self._workers.generate(resumed)) as stream:
+                    async for delta in stream:
+                        fresh = self._fresh(delta, len(emitted))
+                        emitted.extend(fresh.token_ids)
+                        if attempt and is_first:
+                            self.counters.resumed += 1
+                        is_first = False
+                        yield fresh
+                        if fresh.finish_reason is not None:
+                            return
+                raise WorkerLost("the stream ended without a terminal delta")
+            except WorkerLost as error:
+                self.counters.interrupted += 1
+                logger.warning(
+                    "request %s lost its worker after %d tokens (attempt %d): %s",
+                    request.request_id, len(emitted), attempt + 1, error,
+                )  # fmt: skip
+        self.counters.lost += 1
+        raise StreamLost(f"interrupted {self._max_replays + 1} times; no worker finished it")
+
+    @staticmethod
+    def _fresh(delta: TokenDelta, num_emitted: int) -> TokenDelta:
+        """Return the part of `delta` that the client does not have."""
+        if delta.start > num_emitted:
+            raise WorkerLost(f"tokens {num_emitted} to {delta.start} are missing")
+        if delta.finish_reason is FinishReason.ABORT:
+            # We did not abort it: a worker that is being stopped did.
+            raise WorkerLost("the worker aborted the request")
+        return delta.after(num_emitted)

@@ -1,0 +1,121 @@
+"""Reaches the workers through a Ray Serve handle.
+
+Owns the translation of Ray's exceptions into ours. Knows no HTTP and no text. Invariant: what
+leaves here is one of our errors, a defect's own exception, or a cancellation, never a Ray type;
+and a stream that is closed early is cancelled on its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
+from ray.serve.handle import DeploymentHandle
+
+from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo
+from workers.errors import QueueFull, WorkerLost
+
+# The worker, its process or its node is gone or out of reach; or the replica cancelled the
+# request because it is being stopped (our own cancellation arrives as CancelledError instead).
+LOST = (
+    RayActorError,
+    WorkerCrashedError,
+    NodeDiedError,
+    ObjectLostError,
+    TaskCancelledError,
+    ReplicaUnavailableError,
+    DeploymentUnavailableError,
+)
+
+HEALTH_ATTEMPTS = 3
+
+
+@contextmanager
+def our_errors() -> Iterator[None]:
+    """Translate what a handle raises."""
+    try:
+        yield
+    except BackPressureError as error:
+        raise QueueFull(f"too many requests are waiting: {error.message}") from error
+    except LOST as error:
+        raise WorkerLost(f"{type(error).__name__}: {_first_line(error)}") from error
+    except RayTaskError as error:
+        # An instance of both Ray's type and the original one, printing the worker's traceback:
+        # the original is what the rest of the code knows.
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+
+class RayWorkerClient:
+    """The `WorkerClient` over the workers' deployment handle."""
+
+    def __init__(self, workers: DeploymentHandle, health_timeout_s: float) -> None:
+        self._workers = workers
+        # Once: each new handle brings its own metrics pusher and long-poll client.
+        self._stream = workers.options(method_name="generate", stream=True)
+        self._health_timeout_s = health_timeout_s
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Stream one request from the worker that Serve picks."""
+        response = self._stream.remote(request)
+        is_over = False
+        try:
+            with our_errors():
+                async for delta in response:
+                    is_over = delta.finish_reason is not None
+                    yield delta
+                is_over = True
+        finally:
+            if not is_over:
+                response.cancel()
+
+    async def info(self) -> WorkerInfo:
+        """Return one worker's facts."""
+        with our_errors():
+            info: WorkerInfo = await self._workers.info.remote()
+            return info
+
+    async def check_health(self) -> None:
+        """Ask workers whether they can generate, until one can.
+
+        The worker that Serve picks may just have died while others live, so one refusal is not
+        the answer.
+        """
+        for attempt in range(HEALTH_ATTEMPTS):
+            try:
+                await self._check_one()
+            except WorkerLost:
+                if attempt == HEALTH_ATTEMPTS - 1:
+                    raise
+            else:
+                return
+
+    async def _check_one(self) -> None:
+        response = self._workers.check_health.remote()
+        try:
+            with our_errors():
+                await asyncio.wait_for(_await(response), self._health_timeout_s)
+        except TimeoutError as error:
+            response.cancel()
+            raise WorkerLost(f"no worker answered in {self._health_timeout_s:g} s") from error
+
+
+async def _await(response: object) -> None:
+    await response  # type: ignore[misc]  # Serve's response is awaitable, and no coroutine
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

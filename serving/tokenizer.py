@@ -1,0 +1,145 @@
+"""Wraps the model's tokenizer and chat template.
+
+Owns encoding, decoding and the rendering of messages. Knows no pixels and no HTTP. Invariant: a
+client's text never becomes a special token in a chat: special tokens written in it are encoded
+as the plain characters they are, so nobody can open another turn or place an image by typing.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer
+
+from workers.errors import InvalidRequest, ModelLoadError
+
+
+class Segment(NamedTuple):
+    """A stretch of a rendered prompt."""
+
+    text: str
+    # Whether special tokens in it are only characters.
+    is_plain: bool
+
+
+class SpecialTokenEscaper:
+    """Takes special tokens out of text before a template sees it, and puts them back after.
+
+    A template joins its own special tokens and the client's text into one string, in which they
+    cannot be told apart. So each special token in the text is replaced by a mark that nobody can
+    guess. The rendered string is cut at the marks, and the pieces are encoded apart. Text that
+    ends in the beginning of a special token gets an empty mark, lest what follows complete it.
+    Text without special tokens is untouched, and encoded as the library would.
+    """
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
+        ordered = sorted(special_tokens, key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._beginnings = {t[:n] for t in special_tokens for n in range(1, len(t))}
+        nonce = secrets.token_hex(16)
+        # Private-use characters: no template trims or changes them.
+        self._mark = f"\ue000{nonce}.{{}}\ue001"
+        self._marks = re.compile(f"\ue000{nonce}\\.(\\d+)\ue001")
+        self._taken: list[str] = []
+
+    def escape(self, text: str) -> str:
+        """Return `text` with marks in place of special tokens."""
+        if self._specials is None:
+            return text
+        escaped = self._specials.sub(lambda match: self._take(match.group()), text)
+        longest = max((len(b) for b in self._beginnings), default=0)
+        if any(text.endswith(text[-n:]) and text[-n:] in self._beginnings
+               for n in range(1, min(longest, len(text)) + 1)):  # fmt: skip
+            escaped += self._take("")
+        return escaped
+
+    def split(self, rendered: str) -> Iterator[Segment]:
+        """Cut a rendered prompt at its marks."""
+        end = 0
+        for match in self._marks.finditer(rendered):
+            yield Segment(rendered[end : match.start()], is_plain=False)
+            yield Segment(self._taken[int(match.group(1))], is_plain=True)
+            end = match.end()
+        yield Segment(rendered[end:], is_plain=False)
+
+    def _take(self, text: str) -> str:
+        self._taken.append(text)
+        return self._mark.format(len(self._taken) - 1)
+
+
+class ServingTokenizer:
+    """The tokenizer of one checkpoint; safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Any, image_token_id: int | None = None, video_token_id: int | None = None
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise ModelLoadError("only tokenizers with a tokenizer.json are supported")
+        self._tokenizer = tokenizer
+        # The library's wrapper changes state on the shared backend per call; these two never do.
+        self._backend: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._plain: Tokenizer = Tokenizer.from_str(self._backend.to_str())
+        self._plain.encode_special_tokens = True
+        added = self._backend.get_added_tokens_decoder()
+        self._special_tokens = tuple(token.content for token in added.values() if token.special)
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.image_token_id = image_token_id
+        self.video_token_id = video_token_id
+
+    @classmethod
+    def load(cls, path: str, revision: str | None) -> Self:
+        """Load from a directory or hub id, with the placeholder ids from the model's config."""
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        values = config.to_dict()
+        return cls(tokenizer, values.get("image_token_id"), values.get("video_token_id"))
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Render messages with the chat template and encode them, one placeholder per image.
+
+        Args:
+            messages: `role` and `content`; content is a text or a list of `{"type": "text",
+                "text": ...}` and `{"type": "image"}`.
+        """
+        escaper = SpecialTokenEscaper(self._special_tokens)
+        escaped = [{**m, "content": _map_text(m["content"], escaper.escape)} for m in messages]
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                escaped, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            # Templates refuse what their model was not trained on, such as two user turns in a row.
+            raise InvalidRequest(f"the chat template refused: {error}", "messages") from error
+        ids: list[int] = []
+        for segment in escaper.split(rendered):
+            backend = self._plain if segment.is_plain else self._backend
+            ids.extend(backend.encode(segment.text, add_special_tokens=False).ids)
+        return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode a raw prompt: special tokens in it count, and the model's own are added."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
+        return ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return bool(self._tokenizer.chat_template)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def _map_text(content: Any, change: Any) -> Any:
+    if isinstance(content, str):
+        return change(content)
+    return [{**p, "text": change(p["text"])} if p["type"] == "text" else p for p in content]

@@ -1,0 +1,108 @@
+"""The real application, as a user starts it: one server per session, with the demo models."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = ROOT / "deploy" / "demo" / "models" / "sample.png"
+READY_S = 120
+STOP_S = 30
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    # Set in the environment of all its processes.
+    mark: str
+    ready_s: float
+    # The official client; safe to use from several threads.
+    client: openai.OpenAI
+
+    @property
+    def model(self) -> str:
+        return "specserve-demo"
+
+    def pids(self, name: str = "") -> list[int]:
+        """Return its processes whose command line contains `name`."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and _reads(entry / "environ", self.mark):
+                found += [int(entry.name)] if _reads(entry / "cmdline", name) else []
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a metric's sum over the workers."""
+        total = 0.0
+        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+            match = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line)
+            if match and match[1] == f"specserve_{name}":
+                have = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
+                total += float(match[3]) if have.items() >= labels.items() else 0
+        return total
+
+
+def _reads(path: Path, text: str) -> bool:
+    try:
+        return text.encode() in path.read_bytes()
+    except OSError:  # gone meanwhile
+        return False
+
+
+def start(log: Path, mark: str) -> subprocess.Popen[bytes]:
+    name, _, value = mark.partition("=")
+    command = [sys.executable, "-m", "deploy", "serve", "--port", "0"]
+    command += ["--config", str(ROOT / "configs" / "demo.yaml")]
+    environment = os.environ | {name: value}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+
+
+def wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + READY_S
+    while not (ready := re.search(r"ready in \d+ s at (\S+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    return ready[1]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    mark = f"SPECSERVE_TEST={uuid.uuid4().hex}"
+    log = tmp_path_factory.mktemp("server") / "log"
+    started = time.monotonic()
+    process = start(log, mark)
+    try:
+        url = wait_ready(process, log)
+        seconds = time.monotonic() - started
+        with openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client:
+            server = Server(url, mark, seconds, client)
+            yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(STOP_S)
+        finally:
+            process.kill()
+    assert code == 0, log.read_text()
+    assert "stopped" in log.read_text()
+    time.sleep(0.5)
+    assert server.pids() == [], "processes were left behind"

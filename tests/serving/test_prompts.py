@@ -1,0 +1,191 @@
+"""Templates, placeholders and parameters: from a body to a request in token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.errors import UnsupportedParameter
+from serving.images import ImageLimits
+from serving.prompts import PromptBuilder, to_sampling
+from serving.schema import ChatBody, CompletionBody
+from serving.textstream import TextRequest
+from tests.serving.doubles import (
+    SPECIALS,
+    data_url,
+    make_hf_tokenizer,
+    make_processor,
+    make_text_tokenizer,
+    make_tokenizer,
+    picture,
+)
+from workers.errors import InvalidRequest
+
+
+def builder(*, vision: bool = True, limits: ImageLimits | None = None) -> PromptBuilder:
+    tokenizer = make_tokenizer() if vision else make_text_tokenizer()
+    return PromptBuilder(tokenizer, make_processor() if vision else None, limits or ImageLimits())
+
+
+def chat_body(content: Any, **fields: Any) -> ChatBody:
+    return ChatBody(model="demo", messages=[{"role": "user", "content": content}], **fields)
+
+
+async def build(content: Any, **options: Any) -> TextRequest:
+    return await builder(**options).chat(chat_body(content), "r")
+
+
+def image_part(color: str = "red", size: tuple[int, int] = (60, 40)) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(picture(*size, color))}}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+async def test_ordinary_text_is_encoded_as_the_library_does() -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello 中"}]
+    request = await builder().chat(ChatBody(model="demo", messages=messages), "r")
+    expected = make_hf_tokenizer().apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert list(request.generation.prompt_ids) == expected
+
+
+async def test_developer_is_system() -> None:
+    prompts = [
+        (await builder().chat(
+            ChatBody(model="demo", messages=[{"role": role, "content": "x"}]), "r"
+        )).generation.prompt_ids
+        for role in ("system", "developer")
+    ]  # fmt: skip
+    assert prompts[0] == prompts[1]
+
+
+async def test_images_are_expanded_in_order() -> None:
+    content = [
+        image_part("red"),
+        text_part("and"),
+        image_part("blue", (100, 30)),
+        image_part("red"),
+    ]
+    generation = (await build(content)).generation
+    pad = make_tokenizer().image_token_id
+    for image in generation.images:
+        assert set(generation.prompt_ids[image.start : image.end]) == {pad}
+        t, h, w = image.grid_thw
+        assert image.num_tokens == t * h * w // 4
+    assert generation.prompt_ids.count(pad) == sum(i.num_tokens for i in generation.images)
+    first, second, third = generation.images
+    assert first.content_hash == third.content_hash != second.content_hash
+    assert first.end <= second.start < second.end <= third.start
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("shape", ["text", "parts", "split", "nested", "tail"])
+async def test_typed_special_tokens_are_only_text(special: str, shape: str) -> None:
+    """A client cannot open a turn or place an image by typing its token."""
+    content: Any = {
+        "text": f"a {special} b",
+        "parts": [text_part(special), text_part(special)],
+        "split": [text_part(special[:4]), image_part(), text_part(special[4:])],
+        "nested": f"{special[:3]}{special}{special[3:]}",
+        "tail": f"{special}{special[:-1]}",
+    }[shape]
+    generation = (await build(content)).generation
+    harmless = (await build([image_part()] if shape == "split" else "x")).generation
+    ids = {make_hf_tokenizer().convert_tokens_to_ids(s) for s in SPECIALS}
+    kept = [i for i in generation.prompt_ids if i in ids]
+    assert kept == [i for i in harmless.prompt_ids if i in ids]
+    texts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
+    assert "".join(texts) in make_tokenizer().decode(generation.prompt_ids)
+
+
+@given(
+    st.lists(
+        st.sampled_from([*SPECIALS, "<|im_", "end|>", "<", "|>", "image_pad", " ", "x"]),
+        max_size=8,
+    )
+)
+@settings(deadline=None)
+def test_no_mixture_of_pieces_makes_a_special_token(pieces: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    parts = [{"type": "text", "text": piece} for piece in pieces]
+    ids = tokenizer.encode_chat([{"role": "user", "content": parts}])
+    empty = tokenizer.encode_chat([{"role": "user", "content": ""}])
+    special = {make_hf_tokenizer().convert_tokens_to_ids(s) for s in SPECIALS}
+    assert [i for i in ids if i in special] == [i for i in empty if i in special]
+    assert "".join(pieces) in tokenizer.decode(ids)
+
+
+async def test_more_images_than_the_limit() -> None:
+    with pytest.raises(InvalidRequest, match="at most 1") as caught:
+        await build([image_part(), image_part()], limits=ImageLimits(max_images=1))
+    assert caught.value.param == "messages[0].content[1].image_url"
+
+
+async def test_a_text_model_refuses_images() -> None:
+    with pytest.raises(InvalidRequest, match="text only"):
+        await build([text_part("see"), image_part()], vision=False)
+    assert (await build([text_part("a"), text_part("b")], vision=False)).generation.prompt_ids
+
+
+async def test_a_placeholder_without_image_is_refused() -> None:
+    """A19: a raw prompt may hold special tokens, so it can hold a lone placeholder."""
+    body = CompletionBody(model="demo", prompt="see <|image_pad|>")
+    with pytest.raises(InvalidRequest, match="0 images supplied, 1 placeholders found"):
+        await builder().completion(body, "r")
+    body = CompletionBody(model="demo", prompt="see <|video_pad|>")
+    with pytest.raises(UnsupportedParameter, match="video"):
+        await builder().completion(body, "r")
+
+
+async def test_the_template_may_refuse() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    with pytest.raises(InvalidRequest, match="system must come first"):
+        await builder().chat(ChatBody(model="demo", messages=messages), "r")
+
+
+async def test_completion_prompts() -> None:
+    ids = make_tokenizer().encode_prompt("hello")
+    for prompt in ("hello", ["hello"], ids):
+        request = await builder().completion(CompletionBody(model="demo", prompt=prompt), "r")
+        assert list(request.generation.prompt_ids) == ids
+        assert request.generation.sampling.max_tokens == 16
+    with pytest.raises(InvalidRequest, match="no token"):
+        await builder().completion(CompletionBody(model="demo", prompt=[1, 99999]), "r")
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        await builder().completion(CompletionBody(model="demo", prompt=""), "r")
+
+
+def sampling_of(**fields: Any) -> Any:
+    return to_sampling(chat_body("x", **fields), fields.get("max_tokens"))
+
+
+def test_sampling_parameters() -> None:
+    params = sampling_of(
+        temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-5, max_tokens=9, min_tokens=2,
+        stop_token_ids=[3], ignore_eos=True, speculation={"num_draft_tokens": 2},
+    )  # fmt: skip
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (params.seed, params.max_tokens, params.min_tokens) == (-5, 9, 2)
+    assert (params.stop_token_ids, params.ignore_eos, params.max_draft_tokens) == ((3,), True, 2)
+
+
+def test_sampling_defaults() -> None:
+    first, second = sampling_of(), sampling_of()
+    # B14: unseeded requests do not share a stream.
+    assert first.seed != second.seed
+    assert 0 <= first.seed < 2**63
+    assert (first.temperature, first.max_tokens, first.max_draft_tokens) == (1.0, None, None)
+
+
+def test_sampling_corners() -> None:
+    assert sampling_of(speculation={"enabled": False}).max_draft_tokens == 0
+    nucleus_of_one = sampling_of(top_p=0)
+    assert (nucleus_of_one.top_p, nucleus_of_one.top_k) == (1.0, 1)
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        sampling_of(max_tokens=2, min_tokens=3)

@@ -1,0 +1,120 @@
+"""A lost worker is invisible: contiguous tokens, each once, exactly one end (E9)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.errors import StreamLost
+from serving.relay import Relay
+from tests.serving.doubles import ScriptedWorkers, deltas_of
+from workers.contracts import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from workers.errors import GenerationFailed, QueueFull, WorkerLost
+
+IDS = list(range(100, 112))
+REQUEST = GenerationRequest("r", (1, 2), SamplingParams(seed=7))
+
+
+async def run(relay: Relay) -> list[TokenDelta]:
+    return [delta async for delta in relay.run(REQUEST)]
+
+
+def ids_of(deltas: list[TokenDelta]) -> list[int]:
+    return [i for delta in deltas for i in delta.token_ids]
+
+
+def resumed(num_emitted: int, size: int = 1) -> list[TokenDelta]:
+    """What a worker sends that was given `num_emitted` tokens."""
+    return [
+        TokenDelta("r", d.start + num_emitted, d.token_ids, d.finish_reason)
+        for d in deltas_of(IDS[num_emitted:], (size,))
+    ]
+
+
+async def test_a_lost_worker_is_replayed_with_what_the_client_has() -> None:
+    workers = ScriptedWorkers([[*deltas_of(IDS, (2,))[:2], WorkerLost("died")], [*resumed(4, 3)]])
+    relay = Relay(workers, max_replays=2)
+    deltas = await run(relay)
+    assert ids_of(deltas) == IDS
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.STOP]
+    assert workers.requests[1].emitted_ids == tuple(IDS[:4])
+    assert workers.requests[1].sampling == REQUEST.sampling
+    # The first worker may live on, out of reach, and may even be the one that is picked again.
+    assert len({request.request_id for request in workers.requests}) == 2
+    counters = relay.counters
+    assert (counters.interrupted, counters.resumed, counters.lost) == (1, 1, 0)
+    assert counters.replayed_tokens == 4
+
+
+async def test_tokens_the_client_has_are_dropped() -> None:
+    """An unreachable worker may have run: the replay may overlap what was delivered."""
+    workers = ScriptedWorkers(
+        [[*deltas_of(IDS, (5,))[:1], WorkerLost("gone")], [*deltas_of(IDS, (4,))]]
+    )
+    assert ids_of(await run(Relay(workers, max_replays=1))) == IDS
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        [*deltas_of(IDS, (3,))[:2]],
+        [*deltas_of(IDS, (3,))[:2], TokenDelta("r", 6, (), FinishReason.ABORT)],
+        [*deltas_of(IDS, (3,))[:2], TokenDelta("r", 9, (1,))],
+    ],
+    ids=["no end", "aborted by the worker", "a gap"],
+)
+async def test_a_broken_stream_counts_as_a_lost_worker(cut: list[TokenDelta]) -> None:
+    workers = ScriptedWorkers([[*cut], [*resumed(6)]])
+    assert ids_of(await run(Relay(workers, max_replays=1))) == IDS
+
+
+async def test_replays_are_bounded() -> None:
+    """A request that kills every worker it touches fails alone, before it has killed all."""
+    workers = ScriptedWorkers([[WorkerLost("died")]])
+    relay = Relay(workers, max_replays=3)
+    with pytest.raises(StreamLost):
+        await run(relay)
+    assert len(workers.requests) == 4
+    assert relay.counters.lost == 1
+    assert workers.num_open == 0
+
+
+@pytest.mark.parametrize("error", [QueueFull("full"), GenerationFailed("nan")])
+async def test_an_error_of_the_request_is_not_replayed(error: Exception) -> None:
+    workers = ScriptedWorkers([[*deltas_of(IDS)[:1], error]])
+    with pytest.raises(type(error)):
+        await run(Relay(workers, max_replays=3))
+    assert len(workers.requests) == 1
+
+
+async def test_closing_closes_the_worker_stream() -> None:
+    workers = ScriptedWorkers([[*deltas_of(IDS)]])
+    stream = Relay(workers, max_replays=3).run(REQUEST)
+    await anext(stream)
+    assert workers.num_open == 1
+    await stream.aclose()
+    assert (workers.num_open, workers.num_closed_early, len(workers.requests)) == (0, 1, 1)
+
+
+@given(
+    cuts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(0, 3)), max_size=4)
+)
+@settings(deadline=None)
+async def test_any_deaths_give_the_same_tokens(cuts: list[tuple[int, int, int]]) -> None:
+    class Dying(ScriptedWorkers):
+        async def generate(self, request: GenerationRequest):  # type: ignore[no-untyped-def]
+            turn = len(self.requests)
+            self.requests.append(request)
+            if turn == len(cuts):
+                for delta in resumed(len(request.emitted_ids), 2):
+                    yield delta
+                return
+            num_deltas, size, overlap = cuts[turn]
+            begin = max(0, len(request.emitted_ids) - overlap)
+            for delta in resumed(begin, size)[:num_deltas]:
+                if delta.finish_reason is None:
+                    yield delta
+            raise WorkerLost("died")
+
+    assert ids_of(await run(Relay(Dying([]), max_replays=len(cuts)))) == IDS

@@ -1,0 +1,94 @@
+"""Text, finish reason and usage end at the same token (B1, B3, C3)."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.relay import Relay
+from serving.textstream import TextDelta, TextRequest, stream_text
+from tests.serving.doubles import ScriptedWorkers, deltas_of, encode, make_tokenizer
+from workers.contracts import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+
+
+def make_request(stops: tuple[str, ...] = (), **sampling: object) -> TextRequest:
+    params = SamplingParams(seed=1, **sampling)  # type: ignore[arg-type]
+    return TextRequest(GenerationRequest("r", (1, 2, 3), params), stops)
+
+
+async def run(workers: ScriptedWorkers, request: TextRequest) -> list[TextDelta]:
+    relay = Relay(workers, max_replays=0)
+    deltas = stream_text(request, make_tokenizer(), relay.run(request.generation))
+    async with aclosing(deltas):
+        return [delta async for delta in deltas]
+
+
+def text_of(results: list[TextDelta]) -> str:
+    return "".join(delta.text for delta in results)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+async def test_stop_string_inside_a_delta_trims_text_and_usage(size: int) -> None:
+    """B3: usage ends at the token that completed the stop string, and the engine is told."""
+    ids = encode("the quick brown fox jumps over")
+    until = next(n for n in range(len(ids) + 1) if "fox" in make_tokenizer().decode(ids[:n]))
+    workers = ScriptedWorkers([list(deltas_of(ids, (size,)))])
+    results = await run(workers, make_request(("fox",)))
+    assert text_of(results) == "the quick brown "
+    assert results[-1].finish_reason is FinishReason.STOP
+    assert results[-1].usage.completion_tokens == until
+    assert results[-1].usage.prompt_tokens == 3
+    assert workers.num_open == 0
+    assert workers.num_taken <= -(-until // size)
+
+
+async def test_without_stop_the_held_text_comes_at_the_end() -> None:
+    ids = encode("hello f")
+    workers = ScriptedWorkers([list(deltas_of(ids, (2,), FinishReason.LENGTH))])
+    results = await run(workers, make_request(("fox",)))
+    assert text_of(results) == "hello f"
+    assert results[-1].finish_reason is FinishReason.LENGTH
+    assert results[-1].usage.completion_tokens == len(ids)
+
+
+@pytest.mark.parametrize("stops", [(), ("nothing",)])
+async def test_a_stop_token_counts_and_shows_no_text(stops: tuple[str, ...]) -> None:
+    ids = encode("hello there")
+    workers = ScriptedWorkers([list(deltas_of(ids, (3,)))])
+    results = await run(workers, make_request(stops, stop_token_ids=(ids[-1],)))
+    assert text_of(results) == make_tokenizer().decode(ids[:-1])
+    assert results[-1].usage.completion_tokens == len(ids)
+
+
+async def test_no_stop_string_counts_within_min_tokens() -> None:
+    ids = encode("stop stop stop")
+    first = len(encode("stop"))
+    workers = ScriptedWorkers([list(deltas_of(ids, (4,)))])
+    results = await run(workers, make_request(("stop",), min_tokens=first))
+    assert text_of(results) == "stop "
+
+
+async def test_cached_tokens_are_those_of_the_first_delta() -> None:
+    script = [TokenDelta("r", 0, (5,), num_cached_tokens=2),
+              TokenDelta("r", 1, (6,), FinishReason.STOP, num_cached_tokens=3)]  # fmt: skip
+    results = await run(ScriptedWorkers([list(script)]), make_request())
+    assert results[-1].usage.cached_tokens == 2
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    stops=st.lists(st.sampled_from(["fox", "o", "中", "文😀", "nope", " b"]), max_size=3),
+)
+@settings(deadline=None)
+async def test_chunks_do_not_change_the_result(sizes: list[int], stops: list[str]) -> None:
+    """B31: several tokens per step give the text, usage and reason of one per step."""
+    ids = encode("the quick brown 中文😀 fox")
+    outcomes = set()
+    for cut in (sizes, [1]):
+        workers = ScriptedWorkers([list(deltas_of(ids, cut, FinishReason.LENGTH))])
+        results = await run(workers, make_request(tuple(stops)))
+        outcomes.add((text_of(results), results[-1].finish_reason, results[-1].usage))
+    assert len(outcomes) == 1
