@@ -13,8 +13,8 @@ from ray.serve.config import BackpressureConfig
 
 from deploy.metrics import MetricsExporter
 from deploy.settings import AppSettings, ReplicaSettings
-from deploy.worker import WORKER_CLASS, WorkerReplica
 from serving.ingress import Ingress
+from workers.actor import Worker
 
 APP_NAME = "specserve"
 IMPORT_PATH = "deploy.app:build_app"
@@ -25,19 +25,19 @@ METRICS_CPUS = 0.05
 
 def build_app(args: AppSettings) -> Application:
     """Build the application (the `import_path` of Serve configs)."""
-    return compose(args, WORKER_CLASS)
+    return compose(args, Worker)
 
 
-def compose(settings: AppSettings, worker_class: str) -> Application:
-    """Build the application around `worker_class`, given as `module:name`."""
+def compose(settings: AppSettings, worker_class: type) -> Application:
+    """Build the application around a worker class: the real one, or a test's."""
     # The metrics exporter's broadcasts come on top of the requests.
     workers = serve.deployment(
-        WorkerReplica,
+        worker_class,
         name=WORKER,
         max_ongoing_requests=settings.worker_ongoing,
         max_queued_requests=settings.worker.max_queued_requests,
         **_replica_options(settings.worker),
-    ).bind(settings.engine_config(), worker_class)
+    ).bind(settings.engine_config())
     metrics = serve.deployment(
         MetricsExporter,
         name=METRICS,

@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray.serve.handle import DeploymentHandle
 
-from deploy.worker import WorkerReport
-from workers.contracts import FinishReason
+from workers.contracts import FinishReason, WorkerReport
 from workers.errors import WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -32,6 +31,8 @@ COUNTERS = (
     ("cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache."),
     ("generated_tokens", "generated_tokens", "Tokens emitted."),
     ("target_steps", "target_steps", "Forward steps of the target model."),
+    ("sampled_rows", "sampled_rows", "Sequence-steps that sampled, verify or plain."),
+    ("trimmed_tokens", "trimmed_tokens", "Accepted tokens that a stop cut off."),
     ("sampled_rows", "sampled_rows", "Rows of one sequence in one step that emitted tokens."),
     ("trimmed_tokens", "trimmed_tokens", "Accepted tokens cut off by a stop in mid-block."),
     ("draft_rounds", "spec_drafts", "Verify rounds of one sequence that had drafts."),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from serving.errors import StreamLost
 from workers.contracts import FinishReason, GenerationRequest, TokenDelta, WorkerClient
@@ -51,11 +51,9 @@ class Relay:
         """
         emitted: list[int] = list(request.emitted_ids)
         for attempt in range(self._max_replays + 1):
-            resumed = request.resume_after(emitted)
             if attempt:
                 self.counters.replayed_tokens += len(emitted)
-                # A worker that was only out of reach may still run the request under its old id.
-                resumed = replace(resumed, request_id=f"{request.request_id}.{attempt}")
+            resumed = request.resume_after(emitted)
             is_first = True
             try:
                 async with aclosing(self._workers.generate(resumed)) as stream:

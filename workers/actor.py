@@ -1,30 +1,30 @@
-"""The worker as a Ray Serve replica: one engine behind four methods.
+"""The worker as a Ray Serve replica: one engine behind five methods.
 
 Owns the replica's life: load in the constructor, answer, stop the engine at the end. The only
-module of this package that knows Ray. Knows no HTTP and no text. Invariant: the actor's event loop
-never runs the engine, so health checks are answered while it is busy.
+module of this package that knows Ray. Knows no HTTP and no text. Invariants: the actor's event
+loop never runs the engine, so health checks are answered while it is busy; importing this module
+imports no torch, so that an application can be built and checked where there is none.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from ray import serve
 
 from workers.config import EngineConfig
-from workers.contracts import EngineStats, GenerationRequest, TokenDelta, WorkerInfo
-from workers.engine_loop import EngineLoop
-from workers.factory import build_engine
-
-logger = logging.getLogger(__name__)
+from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo, WorkerReport
 
 
 class Worker:
     """What `deploy.app` wraps into a Serve deployment."""
 
     def __init__(self, config: EngineConfig) -> None:
+        # Here, and not above: they import torch.
+        from workers.engine_loop import EngineLoop
+        from workers.factory import build_engine
+
         engine = build_engine(config)
         self._info = engine.info(serve.get_replica_context().replica_id.unique_id)
         self._loop = EngineLoop(engine)
@@ -41,9 +41,9 @@ class Worker:
         """Return the worker's facts."""
         return self._info
 
-    async def stats(self) -> EngineStats:
-        """Return the engine's counters."""
-        return self._loop.stats
+    async def report(self) -> WorkerReport:
+        """Return facts and counters."""
+        return WorkerReport(self._info, self._loop.stats)
 
     async def check_health(self) -> None:
         """Raise when the engine is dead or stuck; Serve then replaces the replica."""
@@ -51,6 +51,6 @@ class Worker:
 
     def __del__(self) -> None:
         """Stop the engine's thread when Serve drops the replica."""
-        loop = getattr(self, "_loop", None)
+        loop = getattr(self, "_loop", None)  # the constructor may have failed
         if loop is not None:
             loop.close()

@@ -164,6 +164,14 @@ class EngineStats:
     num_free_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's facts and counters, taken together so that they cannot be mixed up."""
+
+    info: WorkerInfo
+    stats: EngineStats
+
+
 class WorkerClient(Protocol):
     """How the text plane reaches the workers; the Ray router and test doubles implement it."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.deploy.fake_worker import FakeWorker
 from tests.serving.doubles import make_hf_tokenizer
 
 # Ray's modules use deprecated parts of other libraries when they are first imported.
@@ -80,7 +81,7 @@ def ray_url(model_dir: Path) -> Iterator[str]:
     )  # fmt: skip
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        app = compose(settings, "tests.deploy.fake_worker:FakeWorker")
+        app = compose(settings, FakeWorker)
         serve.run(app, name=APP_NAME, route_prefix="/")
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 30)

@@ -17,6 +17,7 @@ from workers.contracts import (
     GenerationRequest,
     TokenDelta,
     WorkerInfo,
+    WorkerReport,
 )
 from workers.errors import GenerationFailed, InvalidRequest, WorkerLost
 
@@ -70,8 +71,8 @@ class FakeWorker:
             block_size=16, device="cpu", dtype="float32",
         )  # fmt: skip
 
-    async def stats(self) -> EngineStats:
-        return EngineStats(
+    async def report(self) -> WorkerReport:
+        stats = EngineStats(
             admitted=self._running + sum(self._finished.values()),
             finished=dict(self._finished),
             num_running=self._running,
@@ -79,6 +80,7 @@ class FakeWorker:
             num_blocks=64,
             num_free_blocks=64 - self._running,
         )
+        return WorkerReport(await self.info(), stats)
 
     async def check_health(self) -> None:
         return

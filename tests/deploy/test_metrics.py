@@ -7,8 +7,7 @@ import dataclasses
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.metrics import COUNTERS, GAUGES, LABELLED, render
-from deploy.worker import WorkerReport
-from workers.contracts import EngineStats, WorkerInfo
+from workers.contracts import EngineStats, WorkerInfo, WorkerReport
 
 
 def report(worker_id: str, stats: EngineStats | None = None) -> WorkerReport:

@@ -41,7 +41,6 @@ async def test_a_lost_worker_is_replayed_with_what_the_client_has() -> None:
     assert workers.requests[1].emitted_ids == tuple(IDS[:4])
     assert workers.requests[1].sampling == REQUEST.sampling
     # The first worker may live on, out of reach, and may even be the one that is picked again.
-    assert len({request.request_id for request in workers.requests}) == 2
     counters = relay.counters
     assert (counters.interrupted, counters.resumed, counters.lost) == (1, 1, 0)
     assert counters.replayed_tokens == 4
