@@ -1,7 +1,7 @@
 """One worker's engine: accepts requests, and `step()` moves all of them on.
 
-Owns the order of a step: schedule, target forward, sample, accept, commit, draft. Synchronous,
-single-threaded; threads and asyncio live one file up. Knows no HTTP, no Ray and no text.
+Owns the order of a step: schedule, run the target, commit, tell the clients, draft. Synchronous,
+single-threaded; threads and asyncio live one file up. Knows no HTTP, no Ray, no text, no tensor.
 
 Invariant: every accepted request ends in exactly one terminal event, a delta with a finish reason
 or a failure; a failing drafter costs speed only; a failing target step is narrowed down to the
@@ -15,22 +15,18 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
-
 from workers.admission import Admission
-from workers.batch_info import ForwardMode, SequenceSpan
 from workers.config import EngineConfig
 from workers.contracts import EngineStats, FinishReason, GenerationRequest, TokenDelta, WorkerInfo
 from workers.errors import GenerationFailed, InvalidRequest, RequestError
 from workers.kv.block_manager import BlockManager
 from workers.models.device import is_device_lost
 from workers.models.runner import ModelRunner
-from workers.sampling.sampler import Sampler, SamplingRow
-from workers.scheduler import Batch, ScheduledSequence, Scheduler
+from workers.scheduler import Batch, Scheduler
 from workers.sequence import Sequence
 from workers.spec.drafter import Drafter, DraftStage, DraftTask
-from workers.spec.verifier import accept
 from workers.stats import StatsRecorder
+from workers.target import Outcome, Target
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +54,7 @@ class Engine:
         self.config = config
         self._runner = runner
         self._drafter = drafter
-        self._sampler = Sampler(runner.adapter.vocab_size, num_ids, runner.device)
+        self._target = Target(runner, num_ids)
         self.blocks = BlockManager(
             runner.limits.num_blocks, runner.limits.block_size, config.cache.prefix_caching
         )
@@ -132,10 +128,10 @@ class Engine:
         if not batch.scheduled:
             return result
         start = time.perf_counter()
-        sampled = self._run_or_narrow(batch.scheduled, result)
+        outcomes = self._target.run(batch.scheduled)
         self.recorder.target_step(time.perf_counter() - start)
-        for item, token_ids in sampled:
-            self._commit(item, token_ids, result)
+        for outcome in outcomes:
+            self._settle(outcome, result)
         if self._drafter is not None:
             start = time.perf_counter()
             self._draft(self._drafter, batch)
@@ -145,66 +141,21 @@ class Engine:
                 self.scheduler.publish(item.seq)
         return result
 
-    def _run_or_narrow(
-        self, items: Seq[ScheduledSequence], result: StepResult
-    ) -> list[tuple[ScheduledSequence, Seq[int]]]:
-        """Run a step; when it fails, run its halves, down to the one request to blame.
-
-        Running a part again is safe: K/V of the step's slots is simply written again.
-        """
-        try:
-            return self._run(items, result)
-        except Exception as error:  # the named boundary of target failures
-            if is_device_lost(error):
-                raise  # nothing can be narrowed down here: the worker is done for
-            if len(items) == 1:
-                logger.warning("request %s failed: %r", items[0].seq.request_id, error)
-                self.recorder.target_failed()
-                self._fail(items[0].seq, f"generation failed: {type(error).__name__}", result)
-                return []
-            half = len(items) // 2
-            return self._run_or_narrow(items[:half], result) + self._run_or_narrow(
-                items[half:], result
-            )
-
-    def _run(
-        self, items: Seq[ScheduledSequence], result: StepResult
-    ) -> list[tuple[ScheduledSequence, Seq[int]]]:
-        """Run the target and sample every position that may become a token."""
-        spans = [_span(item) for item in items]
-        rows = [row for item in items if item.samples for row in _rows(item)]
-        images = [
-            item.seq.request.images if span.start < item.seq.prompt_len else ()
-            for item, span in zip(items, spans, strict=True)
-        ]
-        batch = self._runner.build(_mode(items), spans)
-        logits = self._runner.forward(batch, images)
-        if not rows:
-            return [(item, ()) for item in items]
-        with torch.inference_mode():
-            sampled = self._sampler.sample(logits, rows)
-        token_ids = sampled.token_ids.tolist()
-        is_finite = sampled.is_finite.tolist()
-        outcome: list[tuple[ScheduledSequence, Seq[int]]] = []
-        first = 0
-        for item, span in zip(items, spans, strict=True):
-            last = first + span.num_logit_rows
-            if all(is_finite[first:last]):
-                outcome.append((item, accept(item.seq.draft_ids, token_ids[first:last])))
-            else:
-                self.recorder.target_failed()
-                self.blocks.withdraw(item.seq)
-                self._fail(item.seq, "generation failed: the logits are not finite", result)
-            first = last
-        return outcome
-
-    def _commit(self, item: ScheduledSequence, token_ids: Seq[int], result: StepResult) -> None:
-        seq = item.seq
+    def _settle(self, outcome: Outcome, result: StepResult) -> None:
+        """Apply what a sequence got out of the target's step, and tell its client."""
+        item, seq = outcome.item, outcome.item.seq
+        if outcome.draft_failure is not None:
+            self.recorder.spec_failed(DraftStage.VERIFY, outcome.draft_failure)
+        if outcome.error is not None:
+            self.recorder.target_failed()
+            self.blocks.withdraw(seq)
+            self._fail(seq, outcome.error, result)
+            return
         start = seq.num_emitted
-        appended = self.scheduler.commit(item, token_ids)
+        appended = self.scheduler.commit(item, outcome.token_ids)
         if not appended:
             return
-        self.recorder.committed(item, len(token_ids) - 1, len(appended))
+        self.recorder.committed(item, len(outcome.token_ids) - 1, len(appended))
         result.deltas.append(
             TokenDelta(
                 request_id=seq.request_id,
@@ -270,44 +221,8 @@ class Engine:
         return kept
 
     def _fail(self, seq: Sequence, message: str, result: StepResult) -> None:
+        logger.warning("request %s: %s", seq.request_id, message)
         self.scheduler.remove(seq)
         self._sequences.pop(seq.request_id, None)
         self.recorder.finished("error")
         result.failures[seq.request_id] = GenerationFailed(message)
-
-
-def _span(item: ScheduledSequence) -> SequenceSpan:
-    """The tokens of one scheduled sequence: known ones, then drafts."""
-    seq = item.seq
-    start = seq.num_computed_tokens
-    end = start + item.num_new_tokens - item.num_draft_tokens
-    return SequenceSpan(
-        token_ids=seq.token_ids[start:end] + seq.draft_ids,
-        start=start,
-        block_table=seq.block_table,
-        rope=seq.rope,
-        num_logit_rows=1 + item.num_draft_tokens if item.samples else 0,
-    )
-
-
-def _rows(item: ScheduledSequence) -> list[SamplingRow]:
-    """What the target's logit rows of one sequence are for."""
-    seq = item.seq
-    return [
-        SamplingRow(
-            params=seq.request.sampling,
-            position=seq.num_tokens + i,
-            num_emitted=seq.num_emitted + i,
-            stop_ids=seq.stop_ids,
-        )
-        for i in range(1 + item.num_draft_tokens)
-    ]
-
-
-def _mode(items: Seq[ScheduledSequence]) -> ForwardMode:
-    """Name the step for logs: it sizes nothing."""
-    if any(item.num_draft_tokens for item in items):
-        return ForwardMode.TARGET_VERIFY
-    if all(item.num_new_tokens == 1 for item in items):
-        return ForwardMode.DECODE
-    return ForwardMode.EXTEND

@@ -19,6 +19,7 @@ from workers.contracts import GenerationRequest
 from workers.engine import Engine
 from workers.errors import InvalidRequest, RequestTooLong
 from workers.spec.drafter import DraftTask, Proposal
+from workers.spec.verifier import num_accepted
 
 
 def _requests(count: int = 6) -> list[GenerationRequest]:
@@ -193,6 +194,39 @@ def test_a_target_failure_ends_the_one_request_that_causes_it(
     stats = engine.stats()
     assert stats.finished["error"] == 1
     assert stats.admitted == sum(stats.finished.values())
+
+
+@pytest.mark.parametrize("fault", ["raises", "not finite behind the accepted"])
+def test_drafts_that_the_target_chokes_on_cost_speed_only(
+    pair: tuple[str, str], fault: str
+) -> None:
+    path, draft = pair
+    expected = run(make_engine(path), _requests()).token_ids
+    engine = make_engine(path, draft)
+    forward = engine._runner.forward
+
+    def choking(batch: ForwardBatch, *args: Any) -> Tensor:
+        logits = forward(batch, *args).clone()
+        if batch.mode is ForwardMode.TARGET_VERIFY:
+            if fault == "raises":
+                raise RuntimeError("too many rows")
+            inputs = batch.input_ids[batch.logit_rows].tolist()
+            # A row whose own input was not what the sequence goes on with.
+            for seq in engine.scheduler.running:
+                row = next((r for r, i in enumerate(inputs) if i == seq.token_ids[-1]), None)
+                drafts = seq.draft_ids
+                if row is not None and inputs[row + 1 : row + 1 + len(drafts)] == drafts:
+                    emitted = expected[seq.request_id][seq.num_emitted :]
+                    right = num_accepted(drafts, emitted)
+                    logits[row + right + 1 : row + 1 + len(drafts)] = torch.nan
+        return logits
+
+    engine._runner.forward = choking  # type: ignore[method-assign]
+    outcome = run(engine, _requests())
+    assert outcome.failures == {}
+    assert outcome.token_ids == expected
+    keys = set(engine.stats().spec_failures)
+    assert keys == ({"verify:RuntimeError"} if fault == "raises" else set())
 
 
 def test_d9_two_hundred_random_aborts_leave_every_block(pair: tuple[str, str]) -> None:

@@ -22,6 +22,8 @@ class DraftStage(StrEnum):
     PROPOSE = "propose"
     DRAFT_EXTEND = "draft_extend"
     DRAFT_DECODE = "draft_decode"
+    # The target's step failed with the drafts and not without them.
+    VERIFY = "verify"
 
 
 @dataclass(frozen=True, slots=True)
