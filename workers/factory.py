@@ -41,7 +41,8 @@ def build_engine(config: EngineConfig) -> Engine:
     shapes = [target.adapter.kv_shape]
     if source is not None and source.kv_shape is not None:
         shapes.append(source.kv_shape)
-    num_blocks = count_blocks(config.cache, shapes, device)
+    workspace = workspace_bytes(config, target.adapter.vocab_size)
+    num_blocks = count_blocks(config.cache, shapes, device, workspace)
     runner = ModelRunner(
         target.adapter,
         num_blocks=num_blocks,
@@ -57,8 +58,27 @@ def build_engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def count_blocks(cache: CacheConfig, shapes: Iterable[KVShape], device: torch.device) -> int:
+def workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """Return what the sampler needs at the fullest step, which K/V must leave free.
+
+    The rows are every sequence's last token and its drafts, in float32: the logits, the scaled
+    copy, the noise, and one more while they are filtered.
+    """
+    drafts = 0 if config.speculation.method == "none" else config.speculation.num_draft_tokens
+    rows = config.scheduler.max_running * (1 + drafts)
+    return 4 * rows * vocab_size * torch.float32.itemsize
+
+
+def count_blocks(
+    cache: CacheConfig, shapes: Iterable[KVShape], device: torch.device, workspace: int = 0
+) -> int:
     """Return how many blocks the settings allow.
+
+    Args:
+        cache: The settings.
+        shapes: Every model's.
+        device: On CUDA its free memory counts, else `cache.memory_bytes`.
+        workspace: Bytes of a CUDA device to leave for the steps.
 
     Raises:
         ConfigError: Not even one.
@@ -68,7 +88,7 @@ def count_blocks(cache: CacheConfig, shapes: Iterable[KVShape], device: torch.de
     block_bytes = sum(shape.block_bytes(cache.block_size) for shape in shapes)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        available = int(free - total * (1 - cache.gpu_memory_fraction))
+        available = int(free - total * (1 - cache.gpu_memory_fraction)) - workspace
     else:
         available = cache.memory_bytes
     if available < block_bytes:

@@ -15,7 +15,7 @@ from tests.workers.conftest import Checkpoints
 from tests.workers.engines import make_config, make_engine
 from workers.config import CacheConfig, ModelConfig
 from workers.errors import ConfigError, ModelLoadError
-from workers.factory import build_engine, count_blocks
+from workers.factory import build_engine, count_blocks, workspace_bytes
 from workers.kv.pool import KVShape
 from workers.models.loader import check_pair, load_model, resolve_device
 
@@ -82,6 +82,21 @@ def test_num_blocks_counts_every_model() -> None:
     assert count_blocks(CacheConfig(num_blocks=3), [target], CPU) == 3
     with pytest.raises(ConfigError, match="at least one block"):
         count_blocks(CacheConfig(memory_bytes=100), [target], CPU)
+
+
+def test_d8_the_fullest_step_is_left_room(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D8: K/V took what verification needed; out of memory in traffic at many drafts."""
+    path = checkpoints("llama")
+    config = make_config(path, path, num_draft_tokens=7, max_running=10)
+    workspace = workspace_bytes(config, vocab_size=1000)
+    assert workspace == 4 * 10 * 8 * 1000 * 4
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (workspace + 2_000_000, 2_000_000))
+    cache = CacheConfig(gpu_memory_fraction=0.5)
+    blocks = count_blocks(cache, [shape], torch.device("cuda"), workspace)
+    assert blocks == 1_000_000 // shape.block_bytes(16)
 
 
 def test_info_tells_what_runs(checkpoints: Checkpoints) -> None:
