@@ -31,8 +31,6 @@ COUNTERS = (
     ("cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache."),
     ("generated_tokens", "generated_tokens", "Tokens emitted."),
     ("target_steps", "target_steps", "Forward steps of the target model."),
-    ("sampled_rows", "sampled_rows", "Sequence-steps that sampled, verify or plain."),
-    ("trimmed_tokens", "trimmed_tokens", "Accepted tokens that a stop cut off."),
     ("sampled_rows", "sampled_rows", "Rows of one sequence in one step that emitted tokens."),
     ("trimmed_tokens", "trimmed_tokens", "Accepted tokens cut off by a stop in mid-block."),
     ("draft_rounds", "spec_drafts", "Verify rounds of one sequence that had drafts."),

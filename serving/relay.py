@@ -8,6 +8,7 @@ request itself is never replayed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,9 +16,13 @@ from dataclasses import dataclass
 
 from serving.errors import StreamLost
 from workers.contracts import FinishReason, GenerationRequest, TokenDelta, WorkerClient
-from workers.errors import WorkerLost
+from workers.errors import QueueFull, WorkerLost
 
 logger = logging.getLogger(__name__)
+
+# The first replay is immediate. Later ones wait 1, 3, 7, ... times this: the worker that fails
+# fastest has the shortest queue and is picked again until Serve has noticed.
+DEFAULT_BACKOFF_S = 1.0
 
 
 @dataclass(slots=True)
@@ -37,9 +42,12 @@ class RelayCounters:
 class Relay:
     """Runs requests on workers, each again on another one while its worker is lost."""
 
-    def __init__(self, workers: WorkerClient, max_replays: int) -> None:
+    def __init__(
+        self, workers: WorkerClient, max_replays: int, backoff_s: float = DEFAULT_BACKOFF_S
+    ) -> None:
         self._workers = workers
         self._max_replays = max_replays
+        self._backoff_s = backoff_s
         self.counters = RelayCounters()
 
     async def run(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -53,6 +61,7 @@ class Relay:
         for attempt in range(self._max_replays + 1):
             if attempt:
                 self.counters.replayed_tokens += len(emitted)
+                await asyncio.sleep(self._backoff_s * (2 ** (attempt - 1) - 1))
             resumed = request.resume_after(emitted)
             is_first = True
             try:
@@ -67,7 +76,9 @@ class Relay:
                         if fresh.finish_reason is not None:
                             return
                 raise WorkerLost("the stream ended without a terminal delta")
-            except WorkerLost as error:
+            except (WorkerLost, QueueFull) as error:
+                if isinstance(error, QueueFull) and attempt == 0:
+                    raise  # nothing was lost: the client may try again itself
                 self.counters.interrupted += 1
                 logger.warning(
                     "request %s lost its worker after %d tokens (attempt %d): %s",

@@ -41,8 +41,6 @@ LOST = (
     DeploymentUnavailableError,
 )
 
-HEALTH_ATTEMPTS = 3
-
 
 @contextmanager
 def our_errors() -> Iterator[None]:
@@ -89,19 +87,22 @@ class RayWorkerClient:
             return info
 
     async def check_health(self) -> None:
-        """Ask workers whether they can generate, until one can.
+        """Ask all workers whether they can generate; one that can is enough.
 
-        The worker that Serve picks may just have died while others live, so one refusal is not
-        the answer.
+        A broadcast does not wait in the queue of requests, so workers that are only busy answer.
         """
-        for attempt in range(HEALTH_ATTEMPTS):
-            try:
-                await self._check_one()
-            except WorkerLost:
-                if attempt == HEALTH_ATTEMPTS - 1:
-                    raise
-            else:
-                return
+        response = self._workers.broadcast("check_health")
+        try:
+            with our_errors():
+                results = await response.results_async(
+                    timeout_s=self._health_timeout_s, return_exceptions=True
+                )
+        except TimeoutError:
+            # One hangs, and a broadcast shows none of the answers then: another one may do.
+            await self._check_one()
+            return
+        if None not in results:  # what `check_health` returns
+            raise WorkerLost("no worker can generate")
 
     async def _check_one(self) -> None:
         response = self._workers.check_health.remote()

@@ -8,6 +8,8 @@ imports no torch, so that an application can be built and checked where there is
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -15,6 +17,18 @@ from ray import serve
 
 from workers.config import EngineConfig
 from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo, WorkerReport
+
+# Time for the open streams to tell their ingress before the process goes.
+EXIT_DELAY_S = 1.0
+
+
+def _exit_soon() -> None:
+    """End the process, whose engine is dead.
+
+    A replica that only fails its requests has the shortest queue, and draws the traffic until the
+    controller has failed its health check three times; a dead process is replaced at once.
+    """
+    threading.Timer(EXIT_DELAY_S, os._exit, args=(1,)).start()
 
 
 class Worker:
@@ -27,7 +41,7 @@ class Worker:
 
         engine = build_engine(config)
         self._info = engine.info(serve.get_replica_context().replica_id.unique_id)
-        self._loop = EngineLoop(engine)
+        self._loop = EngineLoop(engine, on_death=_exit_soon)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream one request; a cancelled stream aborts it in the engine."""

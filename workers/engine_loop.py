@@ -33,9 +33,16 @@ _Event = TokenDelta | SpecserveError
 class EngineLoop:
     """Runs an engine in a thread of its own and streams to one asyncio loop."""
 
-    def __init__(self, engine: Engine, stall_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        stall_timeout_s: float = 60.0,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._stall_timeout_s = stall_timeout_s
+        # Called on the engine's thread when it ended by an error, after its streams were told.
+        self._on_death = on_death
         self._keys = itertools.count()
         # On the asyncio loop: run key -> its stream.
         self._streams: dict[str, asyncio.Queue[_Event]] = {}
@@ -129,6 +136,8 @@ class EngineLoop:
             with self._wake:
                 self._end = end
             self._call(partial(self._end_streams, end))
+        if not self._stopping:
+            self._on_death()
 
     def _wait_for_work(self) -> bool:
         """Run the mailbox; return whether there is a step to run, or False to stop."""

@@ -77,3 +77,12 @@ def test_the_info_tells_what_runs() -> None:
 
 def test_no_workers_is_still_a_valid_scrape() -> None:
     assert samples(render([])) == {}
+
+
+def test_no_series_appears_twice() -> None:
+    """A family listed twice made the scrape invalid."""
+    lines = render([report("a"), report("b")]).splitlines()
+    names = [line.split(" ")[2] for line in lines if line.startswith("# TYPE")]
+    series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(names) == len(set(names))
+    assert len(series) == len(set(series))

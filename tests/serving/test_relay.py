@@ -34,7 +34,7 @@ def resumed(num_emitted: int, size: int = 1) -> list[TokenDelta]:
 
 async def test_a_lost_worker_is_replayed_with_what_the_client_has() -> None:
     workers = ScriptedWorkers([[*deltas_of(IDS, (2,))[:2], WorkerLost("died")], [*resumed(4, 3)]])
-    relay = Relay(workers, max_replays=2)
+    relay = Relay(workers, max_replays=2, backoff_s=0)
     deltas = await run(relay)
     assert ids_of(deltas) == IDS
     assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.STOP]
@@ -51,7 +51,7 @@ async def test_tokens_the_client_has_are_dropped() -> None:
     workers = ScriptedWorkers(
         [[*deltas_of(IDS, (5,))[:1], WorkerLost("gone")], [*deltas_of(IDS, (4,))]]
     )
-    assert ids_of(await run(Relay(workers, max_replays=1))) == IDS
+    assert ids_of(await run(Relay(workers, max_replays=1, backoff_s=0))) == IDS
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ async def test_tokens_the_client_has_are_dropped() -> None:
 )
 async def test_a_broken_stream_counts_as_a_lost_worker(cut: list[TokenDelta]) -> None:
     workers = ScriptedWorkers([[*cut], [*resumed(6)]])
-    assert ids_of(await run(Relay(workers, max_replays=1))) == IDS
+    assert ids_of(await run(Relay(workers, max_replays=1, backoff_s=0))) == IDS
 
 
 async def test_replays_are_bounded() -> None:
     """A request that kills every worker it touches fails alone, before it has killed all."""
     workers = ScriptedWorkers([[WorkerLost("died")]])
-    relay = Relay(workers, max_replays=3)
+    relay = Relay(workers, max_replays=3, backoff_s=0)
     with pytest.raises(StreamLost):
         await run(relay)
     assert len(workers.requests) == 4
@@ -83,13 +83,13 @@ async def test_replays_are_bounded() -> None:
 async def test_an_error_of_the_request_is_not_replayed(error: Exception) -> None:
     workers = ScriptedWorkers([[*deltas_of(IDS)[:1], error]])
     with pytest.raises(type(error)):
-        await run(Relay(workers, max_replays=3))
+        await run(Relay(workers, max_replays=3, backoff_s=0))
     assert len(workers.requests) == 1
 
 
 async def test_closing_closes_the_worker_stream() -> None:
     workers = ScriptedWorkers([[*deltas_of(IDS)]])
-    stream = Relay(workers, max_replays=3).run(REQUEST)
+    stream = Relay(workers, max_replays=3, backoff_s=0).run(REQUEST)
     await anext(stream)
     assert workers.num_open == 1
     await stream.aclose()
@@ -116,4 +116,19 @@ async def test_any_deaths_give_the_same_tokens(cuts: list[tuple[int, int, int]])
                     yield delta
             raise WorkerLost("died")
 
-    assert ids_of(await run(Relay(Dying([]), max_replays=len(cuts)))) == IDS
+    assert ids_of(await run(Relay(Dying([]), max_replays=len(cuts), backoff_s=0))) == IDS
+
+
+async def test_a_replay_that_meets_a_full_queue_is_tried_again() -> None:
+    """A loaded worker died, the next one's queue was full, and a running stream was given up."""
+    parts = [[*deltas_of(IDS, (2,))[:2], WorkerLost("died")], [QueueFull("busy")], resumed(4, 3)]
+    relay = Relay(ScriptedWorkers(parts), max_replays=2, backoff_s=0)
+    assert ids_of(await run(relay)) == IDS
+    assert relay.counters.interrupted == 2
+
+
+async def test_a_full_queue_before_the_first_token_is_the_clients_to_retry() -> None:
+    workers = ScriptedWorkers([[QueueFull("busy")]])
+    with pytest.raises(QueueFull):
+        await run(Relay(workers, max_replays=3, backoff_s=0))
+    assert len(workers.requests) == 1

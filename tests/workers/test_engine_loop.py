@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def loops() -> Iterator[Callable[..., EngineLoop]]:
     """Return a factory of engine loops that are closed after the test."""
     made: list[EngineLoop] = []
 
-    def make(engine: Engine, **settings: float) -> EngineLoop:
+    def make(engine: Engine, **settings: Any) -> EngineLoop:
         made.append(EngineLoop(engine, **settings))
         return made[-1]
 
@@ -125,7 +126,8 @@ async def test_a_dead_engine_ends_every_stream_and_fails_health(
 ) -> None:
     """E8: the engine died and health said 200 for ever."""
     engine = make_engine(checkpoints("llama"))
-    loop = loops(engine)
+    deaths: list[str] = []
+    loop = loops(engine, on_death=lambda: deaths.append("died"))
     loop.check_health()
     release = threading.Event()
 
@@ -143,6 +145,7 @@ async def test_a_dead_engine_ends_every_stream_and_fails_health(
         loop.check_health()
     with pytest.raises(WorkerLost):
         await _collect(loop, _request("late"))
+    await _until(lambda: deaths == ["died"])  # the worker's process ends, and is replaced
 
 
 async def test_a_step_that_does_not_end_fails_health(
@@ -171,12 +174,14 @@ def _is_lost(loop: EngineLoop) -> bool:
 async def test_closing_ends_open_streams(
     checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
 ) -> None:
-    loop = loops(make_engine(checkpoints("llama")))
+    deaths: list[str] = []
+    loop = loops(make_engine(checkpoints("llama")), on_death=lambda: deaths.append("died"))
     stream = asyncio.ensure_future(_collect(loop, _request("r", max_tokens=900)))
     await _until(lambda: loop.stats.generated_tokens > 0)
     await asyncio.to_thread(loop.close)
     with pytest.raises(WorkerLost):
         await stream
+    assert deaths == []
 
 
 async def test_a_request_that_cannot_be_prepared_is_its_own_failure(
