@@ -10,10 +10,16 @@ import base64
 import json
 import mimetypes
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+# What reading an answer raises that is no JSON, or JSON of another shape.
+UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError)
+# Of what a server sends in place of an answer.
+MAX_SHOWN = 300
 
 
 class ChatError(Exception):
@@ -40,10 +46,9 @@ def first_model(url: str) -> str:
     try:
         response = httpx.get(f"{url}/v1/models", timeout=10)
         response.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ChatError(f"no specserve answers at {url}: {error}") from error
-    name: str = response.json()["data"][0]["id"]
-    return name
+        return str(response.json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, *UNEXPECTED) as error:
+        raise ChatError(f"no specserve answers at {url}: {_one_line(str(error))}") from error
 
 
 def stream_chat(url: str, body: dict[str, Any]) -> Iterator[str]:
@@ -62,26 +67,33 @@ def stream_chat(url: str, body: dict[str, Any]) -> Iterator[str]:
                 response.read()
                 raise ChatError(_message(response.text))
             for line in response.iter_lines():
-                data = line.removeprefix("data: ")
+                if not line.startswith("data:"):
+                    continue  # a blank line or a comment
+                data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
                     return
-                if data:
-                    yield from _text_of(json.loads(data))
-    except httpx.HTTPError as error:
-        raise ChatError(f"{url}: {error}") from error
+                yield _text_of(data)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ChatError(f"{url}: {_one_line(str(error))}") from error
     raise ChatError("the stream ended without [DONE]")
 
 
-def _text_of(event: dict[str, Any]) -> Iterator[str]:
-    if "error" in event:
-        raise ChatError(event["error"]["message"])
-    for choice in event["choices"]:
-        yield choice["delta"].get("content") or ""
+def _text_of(data: str) -> str:
+    try:
+        event = json.loads(data)
+        if "error" not in event:
+            return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    except UNEXPECTED as error:
+        raise ChatError(f"the server sent no chat chunk: {_one_line(data)}") from error
+    raise ChatError(_message(data))
 
 
 def _message(text: str) -> str:
-    try:
-        message: str = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return text
-    return message
+    with suppress(*UNEXPECTED):  # not ours then, perhaps a proxy's page
+        text = str(json.loads(text)["error"]["message"])
+    return _one_line(text)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."

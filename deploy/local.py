@@ -51,7 +51,8 @@ def choose_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
+        # UnicodeError: a host that no name server could be asked for.
+        except (OSError, UnicodeError) as error:
             raise ConfigError("http.port", f"{host}:{port}", f"cannot be used: {error}") from error
         chosen: int = probe.getsockname()[1]
         return chosen

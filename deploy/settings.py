@@ -7,12 +7,21 @@ whatever a file leaves out is left to them, and a key that does not exist is ref
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 
 import deploy.demo
 from serving.config import ServingConfig
@@ -28,11 +37,16 @@ from workers.errors import ConfigError
 
 DEMO_SCHEME = "demo:"
 DEMO_MODELS = Path(deploy.demo.__file__).parent / "models"
+MAX_PORT = 65535
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """How Ray Serve runs the replicas of one deployment."""
+
+    # Where the settings stand in a file, for errors.
+    section: ClassVar[str]
 
     num_replicas: int = 1
     # Ray's unit of scheduling, not a limit; fractions let a small machine hold all actors.
@@ -47,16 +61,30 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.num_replicas < 1:
-            raise ConfigError("num_replicas", self.num_replicas, "must be at least 1")
+        self._at_least(1, "num_replicas", "max_ongoing_requests")
         for key in ("num_cpus", "num_gpus", "graceful_shutdown_timeout_s"):
-            if getattr(self, key) < 0:
-                raise ConfigError(key, getattr(self, key), "must be at least 0")
+            # Written so that NaN fails, here and below.
+            if not 0 <= getattr(self, key) < math.inf:
+                raise self._error(key, "must be at least 0, and finite")
+        for key in ("health_check_period_s", "health_check_timeout_s"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise self._error(key, "must be above 0, and finite")
+
+    def _at_least(self, minimum: int, *keys: str) -> None:
+        for key in keys:
+            value = getattr(self, key)
+            if value is not None and value < minimum:
+                raise self._error(key, f"must be at least {minimum}")
+
+    def _error(self, key: str, accepted: str) -> ConfigError:
+        return ConfigError(f"{self.section}.{key}", getattr(self, key), accepted)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings(ReplicaSettings):
     """The workers: their replicas, and the parts of the engine that depend on the machine."""
+
+    section: ClassVar[str] = "worker"
 
     # Requests that may wait in one ingress process while all workers are full; then 429.
     max_queued_requests: int = 256
@@ -65,10 +93,20 @@ class WorkerSettings(ReplicaSettings):
     device: str | None = None
     attention_backend: str | None = None
 
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        # Slots make a second class of this one, which `super()` without arguments does not know.
+        ReplicaSettings.__post_init__(self)
+        self._at_least(1, "max_queued_requests", "num_threads")
+        if self.device is not None and not _DEVICE.fullmatch(self.device):
+            raise self._error("device", "must be auto, cpu, cuda or cuda:N")
+
 
 @dataclass(frozen=True, slots=True)
 class IngressSettings(ReplicaSettings):
     """The ingress: its replicas and its limits."""
+
+    section: ClassVar[str] = "ingress"
 
     # None = the default of `ServingConfig`.
     max_body_bytes: int | None = None
@@ -84,11 +122,18 @@ class HttpSettings:
     host: str = "127.0.0.1"
     port: int = 8000
 
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not self.host.strip():
+            raise ConfigError("http.host", self.host, "must be a name or an address")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError("http.port", self.port, f"must be in [0, {MAX_PORT}]; 0 = any")
+
 
 class AppSettings(BaseModel):
     """All of one application, and the argument of `deploy.app:build_app`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     # The name clients use in "model".
     model_id: str = Field(min_length=1)
@@ -99,6 +144,19 @@ class AppSettings(BaseModel):
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     ingress: IngressSettings = Field(default_factory=IngressSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_booleans(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Refuse booleans for numbers.
+
+        Pydantic reads them as 1 and 0, unless it is strict; then it refuses numbers in strings,
+        which Serve's `key=value` arguments are.
+        """
+        settings = handler(values)
+        if isinstance(values, dict):
+            _refuse_booleans(values, settings)
+        return settings
 
     def engine_config(self) -> EngineConfig:
         """Return what a worker is told."""
@@ -140,16 +198,25 @@ class AppSettings(BaseModel):
     @property
     def worker_ongoing(self) -> int:
         """Requests at a worker at once: all that its engine runs or lets wait."""
-        return self.worker.max_ongoing_requests or (
-            self.scheduler.max_running + self.scheduler.max_waiting
-        )
+        if self.worker.max_ongoing_requests is not None:
+            return self.worker.max_ongoing_requests
+        return self.scheduler.max_running + self.scheduler.max_waiting
 
     @property
     def ingress_ongoing(self) -> int:
         """Open requests at an ingress: one stream is one, so all that the workers hold."""
-        return self.ingress.max_ongoing_requests or (
-            self.worker_ongoing * self.worker.num_replicas + self.worker.max_queued_requests
-        )
+        if self.ingress.max_ongoing_requests is not None:
+            return self.ingress.max_ongoing_requests
+        return self.worker_ongoing * self.worker.num_replicas + self.worker.max_queued_requests
+
+
+def _refuse_booleans(given: dict[str, Any], taken: object, section: str = "") -> None:
+    for key, value in given.items():
+        accepted = getattr(taken, key)
+        if isinstance(value, dict):
+            _refuse_booleans(value, accepted, f"{section}{key}.")
+        elif isinstance(value, bool) and not isinstance(accepted, bool):
+            raise ConfigError(f"{section}{key}", value, "must be a number")
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +231,23 @@ def _located(model: ModelConfig) -> ModelConfig:
     return replace(model, path=str(DEMO_MODELS / model.path.removeprefix(DEMO_SCHEME)))
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML's own loader takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Read one mapping."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # a list or mapping: no key of ours, refused later
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: the key {key.value!r} stands twice")
+            seen.add(key.value)
+        return node
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a settings file, with its relative paths (`./`, `../`, `~`) made absolute.
 
@@ -173,20 +257,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: The file cannot be read or holds no mapping.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(str(path), "", f"cannot be read: {error}") from error
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+    # ValueError: no UTF-8, or a value that only looks like a date.
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())  # YAML's own are several lines long
+        raise ConfigError(str(path), "", f"cannot be read: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(str(path), values, "must hold a mapping of settings")
     speculation = values.get("speculation")
-    models = [
-        values.get("target"),
-        speculation.get("draft") if isinstance(speculation, dict) else 0,
-    ]
-    for model in models:
+    models = {
+        "target.path": values.get("target"),
+        "speculation.draft.path": speculation.get("draft") if isinstance(speculation, dict) else 0,
+    }
+    for key, model in models.items():
         if isinstance(model, dict) and str(model.get("path", "")).startswith((".", "~")):
-            model["path"] = str((path.parent / Path(model["path"]).expanduser()).resolve())
+            model["path"] = _absolute(path.parent, model["path"], key)
     return values
+
+
+def _absolute(folder: Path, path: str, key: str) -> str:
+    try:
+        return str((folder / Path(path).expanduser()).resolve())
+    # `~name` of nobody, a NUL, a link to itself.
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(key, path, f"is no path: {error}") from error
 
 
 def parse_settings(values: dict[str, Any], source: str) -> AppSettings:

@@ -112,7 +112,7 @@ class Routes:
             return JSONResponse(await while_connected(http.receive, collect(answer, deltas)))
         # Wait for the first delta before any header goes out: until then, an error is a status.
         first = await while_connected(http.receive, _first(deltas))
-        return EventStream(events(answer, first, deltas))
+        return EventStream(events(answer, first, deltas), deltas)
 
     def _generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         deltas = self._services.relay.run(request.generation)

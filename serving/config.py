@@ -6,6 +6,7 @@ YAML into these.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from serving.images import ImageLimits
@@ -35,5 +36,5 @@ class ServingConfig:
             raise ConfigError("ingress.max_body_bytes", self.max_body_bytes, "must be at least 1")
         if self.max_replays < 0:
             raise ConfigError("ingress.max_replays", self.max_replays, "must be at least 0")
-        if self.health_timeout_s <= 0:
+        if not 0 < self.health_timeout_s < math.inf:
             raise ConfigError("ingress.health_timeout_s", self.health_timeout_s, "must be above 0")

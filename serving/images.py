@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from serving.errors import UnsupportedParameter
-from workers.errors import InvalidRequest
+from workers.errors import ConfigError, InvalidRequest
 
 # Formats with a decoder in Pillow itself; others (EPS, PDF, ...) would start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -31,10 +32,25 @@ class ImageLimits:
     max_bytes: int = 20 * 1024**2
     # Width times height, before any resizing.
     max_pixels: int = 50_000_000
+    # Of all images of a request together.
+    max_total_pixels: int = 100_000_000
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value < 1:
+                raise ConfigError(f"ingress.images.{limit.name}", value, "must be at least 1")
 
 
-def load_image(url: str, param: str, limits: ImageLimits) -> Image.Image:
+def load_image(url: str, param: str, limits: ImageLimits, used_pixels: int = 0) -> Image.Image:
     """Return the picture behind a `data:` URL.
+
+    Args:
+        url: What the client sent.
+        param: Where it stands, for errors.
+        limits: What the request may bring.
+        used_pixels: Pixels of the request's images before this one.
 
     Raises:
         InvalidRequest: It is no picture, is damaged or too large.
@@ -46,17 +62,12 @@ def load_image(url: str, param: str, limits: ImageLimits) -> Image.Image:
             param,
         )
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            num_pixels = image.width * image.height
-            # Only the header was read so far: a decompression bomb ends here.
-            if num_pixels > limits.max_pixels:
-                raise InvalidRequest(
-                    f"{param}: the image has {image.width}x{image.height} pixels; "
-                    f"at most {limits.max_pixels} are accepted",
-                    param,
-                )
-            image.load()
-            return _upright_rgb(image)
+        # Not closed: it holds nothing but memory, and may itself be what is returned.
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        # Only the header was read so far: a decompression bomb ends here.
+        _check_pixels(image, param, limits, used_pixels)
+        image.load()
+        return _upright_rgb(image)
     except InvalidRequest:
         raise
     # Boundary: decoders raise whatever they stumble over in damaged bytes (OSError, SyntaxError,
@@ -87,14 +98,46 @@ def _decode_url(url: str, param: str) -> bytes:
     return data
 
 
+def _check_pixels(image: Image.Image, param: str, limits: ImageLimits, used_pixels: int) -> None:
+    num_pixels = image.width * image.height
+    if num_pixels > limits.max_pixels:
+        raise InvalidRequest(
+            f"{param}: the image has {image.width}x{image.height} pixels; "
+            f"at most {limits.max_pixels} are accepted",
+            param,
+        )
+    if used_pixels + num_pixels > limits.max_total_pixels:
+        raise InvalidRequest(
+            f"{param}: the request's images have {used_pixels + num_pixels} pixels up to this one; "
+            f"at most {limits.max_total_pixels} are accepted",
+            param,
+        )
+
+
 def _upright_rgb(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation and lay transparency on white; of an animation, frame one."""
-    upright = ImageOps.exif_transpose(image)
-    if not upright.has_transparency_data:
-        return upright.convert("RGB")
-    layered = upright.convert("RGBA")
-    white = Image.new("RGBA", layered.size, "white")
-    return Image.alpha_composite(white, layered).convert("RGB")
+    """Apply the EXIF orientation and lay transparency on white; of an animation, frame one.
+
+    Changes `image`, and copies only what has to change its mode.
+    """
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I"):
+        image = _from_16_bits(image)
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    layered = image if image.mode == "RGBA" else image.convert("RGBA")
+    white = Image.new("RGB", layered.size, "white")
+    white.paste(layered, mask=layered)
+    return white
+
+
+def _from_16_bits(image: Image.Image) -> Image.Image:
+    """Scale grey to 8 bits, its transparent value laid on white; Pillow would cut at 255."""
+    levels = np.asarray(image).clip(0, 0xFFFF)
+    grey = (levels >> 8).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        grey[levels == transparent] = 255
+    return Image.fromarray(grey)
 
 
 def _reason(error: Exception) -> str:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "x-request-id"
 # What may be echoed and logged.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# As many as 64 bits have.
+MAX_LENGTH_DIGITS = 20
 
 
 class RequestIds:
@@ -67,17 +71,24 @@ class ErrorBoundary:
         async def watched_send(message: Message) -> None:
             nonlocal is_started
             is_started = is_started or message["type"] == "http.response.start"
-            await send(message)
+            try:
+                await send(message)
+            except OSError as error:  # how servers say that the connection is gone
+                raise ClientDisconnect from error
 
         try:
             await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            # The client's doing and no failure of ours: nobody to answer, nothing to log.
+            logger.debug("request %s: the client went", scope["state"].get("request_id"))
         # Boundary: a defect of ours in one request must not reach the server's own handler.
         except Exception as error:
             logger.exception("request %s failed", scope["state"].get("request_id"))
             if not is_started:
                 http = to_http(error)
                 response = JSONResponse(http.body(), http.status, http.headers())
-                await response(scope, receive, send)
+                with suppress(ClientDisconnect):
+                    await response(scope, receive, watched_send)
 
 
 class BodyLimit:
@@ -93,7 +104,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "")
-        is_too_large = length.isdigit() and int(length) > self._max_bytes
+        is_too_large = _exceeds(length, self._max_bytes)
         chunks: list[bytes] = []
         num_bytes, more = 0, not is_too_large
         while more:
@@ -111,6 +122,14 @@ class BodyLimit:
             await JSONResponse(http.body(), http.status, headers)(scope, receive, send)
             return
         await self._app(scope, _replay(b"".join(chunks), receive), send)
+
+
+def _exceeds(length: str, max_bytes: int) -> bool:
+    """Return whether a content-length, as the client wrote it, is a number above the limit."""
+    # `isdigit` takes digits that `int` does not, and `int` raises for thousands of them.
+    if not (length.isascii() and length.isdigit()):
+        return False
+    return len(length) > MAX_LENGTH_DIGITS or int(length) > max_bytes
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

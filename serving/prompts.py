@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.errors import UnsupportedParameter
 from serving.images import ImageLimits, load_image
@@ -26,6 +27,16 @@ if TYPE_CHECKING:  # these load transformers, which only the ingress process nee
 
 # OpenAI's own default for /v1/completions; a chat runs to its end.
 COMPLETION_MAX_TOKENS = 16
+# Decoded pictures take up to 200 MB each; the default executor would hold dozens at once.
+IMAGE_THREADS = 2
+
+
+class FoundImage(NamedTuple):
+    """An image in a body."""
+
+    url: str
+    # Its place, as errors name it.
+    param: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,19 +47,27 @@ class PromptBuilder:
     # None for a text-only model.
     processor: ImageProcessor | None
     limits: ImageLimits
+    # Runs what holds pictures.
+    image_executor: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="images")
+    )
 
     async def chat(self, body: ChatBody, request_id: str) -> TextRequest:
-        """Build a chat request; templates and images run in a thread, off the event loop."""
-        return await asyncio.to_thread(self._chat, body, request_id)
+        """Build a chat request; templates and images run in threads, off the event loop."""
+        if not self.tokenizer.has_chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        images: list[ProcessedImage] = []
+        found = self._find_images(body.messages)
+        if found:
+            loop = asyncio.get_running_loop()
+            images = await loop.run_in_executor(self.image_executor, self._load_images, found)
+        return await asyncio.to_thread(self._chat, body, request_id, images)
 
     async def completion(self, body: CompletionBody, request_id: str) -> TextRequest:
         """Build a completion request."""
         return await asyncio.to_thread(self._completion, body, request_id)
 
-    def _chat(self, body: ChatBody, request_id: str) -> TextRequest:
-        if not self.tokenizer.has_chat_template:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        images = self._load_images(body.messages)
+    def _chat(self, body: ChatBody, request_id: str, images: list[ProcessedImage]) -> TextRequest:
         messages = [_as_template_message(message) for message in body.messages]
         ids = self.tokenizer.encode_chat(messages)
         max_tokens = body.max_completion_tokens or body.max_tokens
@@ -93,25 +112,30 @@ class PromptBuilder:
                 accepted = f"token ids are below {self.tokenizer.vocab_size}"
                 raise InvalidRequest(f"{name}: {token_id} is no token; {accepted}", name)
 
-    def _load_images(self, messages: Sequence[Message]) -> list[ProcessedImage]:
+    def _find_images(self, messages: Sequence[Message]) -> list[FoundImage]:
         found = [
-            (part.image_url.url, f"messages[{m}].content[{p}].image_url")
+            FoundImage(part.image_url.url, f"messages[{m}].content[{p}].image_url")
             for m, message in enumerate(messages)
             if isinstance(message.content, list)
             for p, part in enumerate(message.content)
             if isinstance(part, ImagePart)
         ]
         if found and (self.processor is None or self.tokenizer.image_token_id is None):
-            raise InvalidRequest("this model takes text only", found[0][1])
+            raise InvalidRequest("this model takes text only", found[0].param)
         if len(found) > self.limits.max_images:
             at_most = f"{len(found)} images; at most {self.limits.max_images} are accepted"
-            raise InvalidRequest(at_most, found[self.limits.max_images][1])
-        processor = self.processor
-        if processor is None:
-            return []
-        return [
-            processor.process(load_image(url, param, self.limits), param) for url, param in found
-        ]
+            raise InvalidRequest(at_most, found[self.limits.max_images].param)
+        return found
+
+    def _load_images(self, found: Sequence[FoundImage]) -> list[ProcessedImage]:
+        assert self.processor is not None
+        processed: list[ProcessedImage] = []
+        used_pixels = 0
+        for url, param in found:
+            image = load_image(url, param, self.limits, used_pixels)
+            used_pixels += image.width * image.height
+            processed.append(self.processor.process(image, param))
+        return processed
 
 
 def to_sampling(body: GenerationBody, max_tokens: int | None) -> SamplingParams:

@@ -3,7 +3,8 @@
 Owns names, types and ranges of request fields and the shapes of responses. Knows no model, no
 tokenizer and no Ray. Invariant: a body that validates holds only parameters that take effect. A
 parameter of OpenAI's API that is not supported yet passes at its neutral value alone (`n=1`,
-`logprobs=false`); any other value, and any unknown name, is an error naming the parameter.
+`logprobs=false`); any other value, and any unknown name, is an error naming the parameter. How
+many errors are built does not grow with the body: lists end at their first bad item.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from pydantic_core import PydanticCustomError
 
 MAX_INT = 2**31 - 1
 MAX_STOPS = 4
+MAX_STOP_IDS = 64
+MAX_MESSAGES = 4096
+# Of one message.
+MAX_PARTS = 4096
+# As many prompts as OpenAI's API takes in one body.
+MAX_TEXTS = 2048
+# Beyond any model's context; the engine knows the model's own.
+MAX_PROMPT_IDS = 2**21
 
 
 def neutral(*values: object) -> AfterValidator:
@@ -45,12 +54,17 @@ def neutral(*values: object) -> AfterValidator:
 
 def _tag_by_type(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return f"({kind})"
+    return _tag(kind)
 
 
 def _tag_by_role(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return f"({role})"
+    return _tag(role)
+
+
+def _tag(name: Any) -> str:
+    # Whatever else stands there may be large: it is not written out.
+    return f"({name})" if isinstance(name, str) else "()"
 
 
 def _tag_text_or_list(value: Any) -> str:
@@ -59,8 +73,14 @@ def _tag_text_or_list(value: Any) -> str:
 
 def _is_unicode(text: str) -> str:
     # JSON can escape half a surrogate pair; such a string is no text and breaks every encoder.
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise PydanticCustomError("invalid_unicode", "not valid Unicode: a lone surrogate")
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError(
+            "invalid_unicode", "not valid Unicode: a lone surrogate"
+        ) from None
     return text
 
 
@@ -71,6 +91,18 @@ class Body(BaseModel):
     """A part of a request: strict types, no unknown names, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, values: Any) -> Any:
+        """Drop all unknown names but the first: one is enough for the error they end in."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        unknown = [name for name in values if name not in fields]
+        if len(unknown) < 2:
+            return values
+        return {name: values[name] for name in (*(values.keys() & fields), unknown[0])}
 
 
 class TextPart(Body):
@@ -104,11 +136,17 @@ Part = Annotated[
 ]
 # Tags in parentheses are dropped from error paths: they are our names, not the client's.
 UserContent = Annotated[
-    Annotated[Text, Tag("(text)")] | Annotated[list[Part], Field(min_length=1), Tag("(list)")],
+    Annotated[Text, Tag("(text)")]
+    | Annotated[
+        list[Part], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("(list)")
+    ],
     Discriminator(_tag_text_or_list),
 ]
 TextContent = Annotated[
-    Annotated[Text, Tag("(text)")] | Annotated[list[TextPart], Field(min_length=1), Tag("(list)")],
+    Annotated[Text, Tag("(text)")]
+    | Annotated[
+        list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("(list)")
+    ],
     Discriminator(_tag_text_or_list),
 ]
 
@@ -172,7 +210,7 @@ class Speculation(Body):
 StopText = Annotated[Text, Field(min_length=1)]
 Stop = Annotated[
     Annotated[StopText, Tag("(text)")]
-    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("(list)")],
+    | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS), Tag("(list)")],
     Discriminator(_tag_text_or_list),
 ]
 
@@ -188,7 +226,9 @@ class GenerationBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS)] | None = (
+        None
+    )
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     ignore_eos: bool | None = None
@@ -226,7 +266,7 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
 
     logprobs: Annotated[Any, neutral(False)] = None
@@ -276,8 +316,17 @@ class CompletionBody(GenerationBody):
     # One text, a list with one text, or token ids.
     prompt: Annotated[
         Annotated[Text, Tag("(text)")]
-        | Annotated[list[Text], AfterValidator(_only_one), Tag("(texts)")]
-        | Annotated[list[TokenId], Field(min_length=1), Tag("(ids)")],
+        | Annotated[
+            list[Text],
+            Field(fail_fast=True, max_length=MAX_TEXTS),
+            AfterValidator(_only_one),
+            Tag("(texts)"),
+        ]
+        | Annotated[
+            list[TokenId],
+            Field(fail_fast=True, min_length=1, max_length=MAX_PROMPT_IDS),
+            Tag("(ids)"),
+        ],
         Discriminator(_tag_prompt),
     ]
 

@@ -148,11 +148,15 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, source: AsyncGenerator[bytes, None], deltas: AsyncGenerator[TextDelta, None]
+    ) -> None:
         super().__init__(source, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._source = source
+        # Closed as well: a source that never started does not reach its own closing of them.
+        self._deltas = deltas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
-        async with aclosing(self._source):
+        async with aclosing(self._deltas), aclosing(self._source):
             await super().__call__(scope, receive, send)

@@ -1,9 +1,10 @@
 """From one request's token deltas to its text.
 
 Owns where the text ends: stop strings, stop tokens, and the usage that belongs to it. Knows no
-HTTP and no workers. Invariant: text, finish reason and `completion_tokens` end at the same token,
-also when a stop string is complete in the middle of a delta; the rest of that delta is dropped
-and the request is closed, which aborts it in the engine.
+HTTP and no workers, nor which tokens stop: a worker that finishes with STOP has met one, and it
+is the last it sends (stop strings are found here). Invariant: text, finish reason and
+`completion_tokens` end at the same token, also when a stop string is complete in the middle of a
+delta; the rest of that delta is dropped and the request is closed, which aborts it in the engine.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ class _TextState:
     """Detokenizer, stop strings and counts of one request."""
 
     def __init__(self, request: TextRequest, decoder: Decoder) -> None:
-        sampling = request.generation.sampling
-        self._min_tokens = sampling.min_tokens
-        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._min_tokens = request.generation.sampling.min_tokens
         self._stops = StopScanner(request.stops)
         self._has_stops = bool(request.stops)
         self._detokenizer = Detokenizer(decoder)
@@ -70,10 +69,8 @@ class _TextState:
 
     def _push_tokens(self, delta: TokenDelta) -> str:
         ids = delta.token_ids
-        ends_in_stop_id = (
-            delta.finish_reason is FinishReason.STOP and ids and ids[-1] in self._stop_ids
-        )
-        visible = ids[:-1] if ends_in_stop_id else ids
+        # Not every model's end-of-sequence token is a special one, which decoding would drop.
+        visible = ids[:-1] if delta.finish_reason is FinishReason.STOP else ids
         if not self._has_stops:
             self._num_emitted += len(ids)
             return self._detokenizer.push(visible)

@@ -18,6 +18,18 @@ from transformers import AutoConfig, AutoTokenizer
 
 from workers.errors import InvalidRequest, ModelLoadError
 
+# What a template can end in for some content: its own refusal, and Python's errors in what it
+# computes (a list joined to a string, an attribute that a string lacks, a division).
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+
 
 class Segment(NamedTuple):
     """A stretch of a rendered prompt."""
@@ -89,6 +101,7 @@ class ServingTokenizer:
         self._plain.encode_special_tokens = True
         added = self._backend.get_added_tokens_decoder()
         self._special_tokens = tuple(token.content for token in added.values() if token.special)
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.image_token_id = image_token_id
         self.video_token_id = video_token_id
@@ -114,19 +127,18 @@ class ServingTokenizer:
             rendered = self._tokenizer.apply_chat_template(
                 escaped, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             # Templates refuse what their model was not trained on, such as two user turns in a row.
             raise InvalidRequest(f"the chat template refused: {error}", "messages") from error
         ids: list[int] = []
         for segment in escaper.split(rendered):
             backend = self._plain if segment.is_plain else self._backend
-            ids.extend(backend.encode(segment.text, add_special_tokens=False).ids)
+            ids.extend(_encode(backend, segment.text, add_special_tokens=False))
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a raw prompt: special tokens in it count, and the model's own are added."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
-        return ids
+        return _encode(self._backend, text, add_special_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
@@ -137,6 +149,20 @@ class ServingTokenizer:
         """Return the text of `ids` without special tokens."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def has_text(self, token_id: int) -> bool:
+        """Return whether `decode` looks at the token, rather than leave it out.
+
+        It leaves out special ones, and those beyond the vocabulary: a model may have more rows.
+        """
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+
+
+def _encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # `encode` would hold the interpreter's lock, and so the event loop, for as long as it runs.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _map_text(content: Any, change: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serving.detokenizer import Detokenizer
 from tests.deploy.conftest import MODEL_ID, wait_until
 from tests.deploy.fake_worker import BUG, DELAY_S, FAILED, LOST, REFUSED, token_at
 from tests.serving.doubles import data_url, make_tokenizer, picture
@@ -29,7 +30,8 @@ def body(max_tokens: int = 20, content: Any = "hi", **fields: Any) -> dict[str, 
 
 
 def text_of(num_tokens: int) -> str:
-    return make_tokenizer().decode([token_at(i) for i in range(num_tokens)]).rstrip("\ufffd")
+    """What a client sees of the first tokens: their text without an unfinished character."""
+    return Detokenizer(make_tokenizer()).push([token_at(i) for i in range(num_tokens)])
 
 
 def events(response: httpx.Response) -> Iterator[Any]:

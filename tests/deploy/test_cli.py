@@ -66,7 +66,18 @@ def test_ports() -> None:
     assert choose_port("127.0.0.1", 0) > 0
     with pytest.raises(ConfigError, match=r"http\.port"):
         choose_port("192.0.2.1", 8000)
+    with pytest.raises(ConfigError, match=r"http\.port"):
+        choose_port("a" * 70, 0)  # longer than a name may be, which is no OSError
     assert reachable_host("0.0.0.0") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("option", [("--port", "70000"), ("--port", "-1"), ("--host", "")])
+def test_a_wrong_address_is_one_line(option: tuple[str, str]) -> None:
+    """Options pass by the file's checks, and sockets raise errors of several classes."""
+    result = run("serve", *option)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert f"http.{option[0].removeprefix('--')}" in result.stderr
 
 
 def test_the_curl_lines_hold_json() -> None:
@@ -132,14 +143,52 @@ def test_a_conversation_keeps_its_history(server: Any) -> None:
         (httpx.Response(502, text="bad gateway"), "bad gateway"),
         (sse(chunk("a"), {"error": {"message": "worker lost"}}), "worker lost"),
         (sse(chunk("a")), "without [DONE]"),
+        (httpx.Response(502, text="<html>\n<p>bad\n</html>"), "<html> <p>bad </html>"),
+        (httpx.Response(502, json={"error": "down"}), '{"error":"down"}'),
+        (httpx.Response(200, text="<html>\nwelcome\n</html>"), "without [DONE]"),
+        (sse("{not json"), "no chat chunk: {not json"),
+        (sse([]), "no chat chunk"),
+        (sse({"choices": 5}), "no chat chunk"),
+        (sse({"choices": [{"delta": None}]}), "no chat chunk"),
+        (sse({"choices": [{"delta": {"content": 5}}]}), "no chat chunk"),
+        (sse({"error": "overloaded"}), "overloaded"),
+        (sse({"error": {"message": "x" * 10_000}}), "xxx..."),
     ],
 )
 def test_chat_errors(server: Any, response: httpx.Response, message: str) -> None:
-    """E9: a cut stream is not taken for an answer."""
+    """E9: a cut stream is not taken for an answer, and what is no answer is told in one line."""
     server(lambda _: response)
     result = run("chat", "hi")
     assert result.exit_code == 1
     assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert len(result.stderr) < 1000
+
+
+def test_comments_in_a_stream_are_skipped(server: Any) -> None:
+    """Proxies send them to keep a connection open."""
+    text = ': ping\n\nevent: x\ndata:{"choices": []}\n\n' + sse(chunk("yes"), "[DONE]").text
+    server(lambda _: httpx.Response(200, text=text))
+    assert run("chat", "hi").stdout == "yes\n"
+
+
+@pytest.mark.parametrize("body", ["<html>\n</html>", "[]", '{"data": []}', '{"data": [5]}', "5"])
+def test_a_server_of_another_kind(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Whatever listens at that port may answer: a line, no traceback."""
+    response = httpx.Response(200, text=body, request=httpx.Request("GET", "http://x"))
+    monkeypatch.setattr(client.httpx, "get", lambda *_, **__: response)
+    result = run("chat", "hi")
+    assert result.exit_code == 1
+    assert "no specserve answers" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["http://x:port", "http://[", "x", "", "http://\0", "ftp://x"])
+def test_a_url_that_is_none(url: str) -> None:
+    """A client library refuses some of them with an error outside its own tree."""
+    result = run("chat", "hi", "--url", url)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
 
 
 def test_no_server() -> None:

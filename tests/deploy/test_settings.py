@@ -73,12 +73,70 @@ def test_every_value_arrives() -> None:
         ({"worker": {"num_threads": 0}}, "num_threads"),
         ({"ingress": {"max_replays": -1}}, "ingress.max_replays"),
         ({"ingress": {"images": {"max_image": 1}}}, "ingress.images.max_image"),
+        *(
+            ({"worker": {key: value}}, f"worker.{key}")
+            for key in ("num_cpus", "num_gpus", "graceful_shutdown_timeout_s")
+            for value in (-1, float("nan"), float("inf"), ".nan", True)
+        ),
+        *(
+            ({"ingress": {key: value}}, f"ingress.{key}")
+            for key in ("health_check_period_s", "health_check_timeout_s")
+            for value in (-1, 0, float("nan"), float("-inf"), True)
+        ),
+        ({"worker": {"max_queued_requests": 0}}, "worker.max_queued_requests"),
+        ({"worker": {"max_queued_requests": -1}}, "worker.max_queued_requests"),
+        ({"worker": {"max_ongoing_requests": 0}}, "worker.max_ongoing_requests"),
+        ({"ingress": {"max_ongoing_requests": -3}}, "ingress.max_ongoing_requests"),
+        ({"ingress": {"health_timeout_s": float("nan")}}, "ingress.health_timeout_s"),
+        ({"ingress": {"health_timeout_s": 0}}, "ingress.health_timeout_s"),
+        ({"ingress": {"max_replays": True}}, "ingress.max_replays"),
+        *(
+            ({"ingress": {"images": {key: value}}}, f"ingress.images.{key}")
+            for key in ("max_images", "max_bytes", "max_pixels", "max_total_pixels")
+            for value in (0, -1, True)
+        ),
+        ({"http": {"port": -1}}, "http.port"),
+        ({"http": {"port": 65536}}, "http.port"),
+        ({"http": {"port": True}}, "http.port"),
+        ({"http": {"host": ""}}, "http.host"),
+        ({"http": {"host": " "}}, "http.host"),
+        *(
+            ({"worker": {"device": device}}, "worker.device")
+            for device in ("", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0 ", "meta", "CPU")
+        ),
+        ({"cache": {"gpu_memory_fraction": float("nan")}}, "cache.gpu_memory_fraction"),
+        ({"speculation": {"num_draft_tokens": True}}, "speculation.num_draft_tokens"),
+        ({"cache": {5: 1}}, "cache"),
+        ({5: 1}, "5"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
+    """A value that passes here fails as a traceback of Ray's or torch's, or is ignored."""
     with pytest.raises(ConfigError) as caught:
-        parse(**values)
+        parse_settings({**MINIMAL, **values}, "test.yaml")
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_are_named_to_serve_too() -> None:
+    """Serve validates a config's arguments itself, without `parse_settings`."""
+    with pytest.raises(ConfigError, match=r"worker\.num_cpus"):
+        AppSettings.model_validate({**MINIMAL, "worker": {"num_cpus": True}})
+    settings = parse(cache={"prefix_caching": False})
+    assert AppSettings.model_validate(settings) == settings
+    assert not settings.cache.prefix_caching
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11", None])
+def test_devices(device: str | None) -> None:
+    assert parse(worker={"device": device}).worker.device == device
+
+
+def test_limits_of_one_are_kept() -> None:
+    """Zero is refused, and what is given is never taken for what was left out."""
+    settings = parse(worker={"max_ongoing_requests": 1}, ingress={"max_ongoing_requests": 1})
+    assert (settings.worker_ongoing, settings.ingress_ongoing) == (1, 1)
+    assert parse(worker={"num_cpus": 1, "num_gpus": "0.5"}).worker.num_gpus == 0.5
 
 
 def test_numbers_may_be_strings() -> None:
@@ -111,6 +169,35 @@ def test_unreadable_files(tmp_path: Path, text: str) -> None:
         read_yaml(file)
     with pytest.raises(ConfigError, match=r"gone\.yaml"):
         read_yaml(tmp_path / "gone.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model_id: a\nmodel_id: b\n", "line 2: the key 'model_id' stands twice"),
+        ("cache:\n  num_blocks: 1\n  num_blocks: 2\n", "'num_blocks' stands twice"),
+        ("a: {b: 1, c: {d: 1, 'd': 2}}\n", "'d' stands twice"),
+        ("? [a]\n: 1\n", "cannot be read"),
+        ("a: 2024-99-99\n", "cannot be read"),
+        ("target: {path: ~nobody-of-this-name/x}\n", "target.path"),
+        ('speculation: {draft: {path: "./a\\0"}}\n', "speculation.draft.path"),
+    ],
+)
+def test_mistakes_in_files(tmp_path: Path, text: str, message: str) -> None:
+    """YAML takes the last of two equal keys silently; paths raise errors that are not ours."""
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(file)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
+    """A merge is there to be overridden."""
+    file = tmp_path / "c.yaml"
+    file.write_text("a: &a {b: 1, c: 2}\nd: {<<: *a, b: 3}\n")
+    assert read_yaml(file)["d"] == {"b": 3, "c": 2}
 
 
 def test_no_default_stands_twice() -> None:

@@ -24,6 +24,8 @@ from workers.contracts import FinishReason
 from workers.errors import GenerationFailed, QueueFull, RequestTooLong, WorkerLost
 
 TEXT = "the quick 中文😀 fox"
+# As a worker that stops sends them: the last token is the stop.
+IDS = encode(f"{TEXT}<|im_end|>")
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}
@@ -35,7 +37,7 @@ def client_of(workers: ScriptedWorkers, **options: Any) -> httpx.AsyncClient:
 
 
 def scripted(*scripts: Script, **options: Any) -> ScriptedWorkers:
-    return ScriptedWorkers(list(scripts) or [list(deltas_of(encode(TEXT), (3,)))], **options)
+    return ScriptedWorkers(list(scripts) or [list(deltas_of(IDS, (3,)))], **options)
 
 
 async def post(workers: ScriptedWorkers, body: dict[str, Any], path: str = CHAT) -> httpx.Response:
@@ -61,14 +63,14 @@ async def test_chat() -> None:
     assert message == {"role": "assistant", "content": TEXT, "refusal": None}
     assert answer["choices"][0]["finish_reason"] == "stop"
     usage = answer["usage"]
-    assert usage["completion_tokens"] == len(encode(TEXT))
+    assert usage["completion_tokens"] == len(IDS)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 async def test_chat_stream(size: int) -> None:
     """C4, C7: role first, finish_reason null until the end, text whole, one [DONE]."""
-    workers = scripted(list(deltas_of(encode(TEXT), (size,), FinishReason.LENGTH)))
+    workers = scripted(list(deltas_of(IDS, (size,), FinishReason.LENGTH)))
     events = parse(await post(workers, {**BODY, "stream": True}))
     assert events.pop() == "[DONE]"
     assert all("usage" not in event for event in events)
@@ -90,7 +92,7 @@ async def test_usage_chunk(path: str) -> None:
     assert events.pop() == "[DONE]"
     last = events.pop()
     assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == len(encode(TEXT))
+    assert last["usage"]["completion_tokens"] == len(IDS)
     assert all(event["usage"] is None for event in events)
     plain = await post(scripted(), {**body, "stream": False}, path)
     assert plain.json()["usage"] == last["usage"]
@@ -142,7 +144,7 @@ async def test_an_error_before_the_first_token_is_a_status(
 @pytest.mark.parametrize("error", [GenerationFailed("nan"), WorkerLost("died"), RuntimeError("x")])
 async def test_an_error_after_the_first_token_is_an_event(error: Exception) -> None:
     """E9: the cut stream cannot be taken for a complete one."""
-    workers = scripted([*deltas_of(encode(TEXT), (2,))[:2], error])
+    workers = scripted([*deltas_of(IDS, (2,))[:2], error])
     events = parse(await post(workers, {**BODY, "stream": True}))
     assert "error" in events[-1]
     assert "[DONE]" not in events
@@ -150,7 +152,7 @@ async def test_an_error_after_the_first_token_is_an_event(error: Exception) -> N
 
 
 async def test_a_lost_worker_does_not_show() -> None:
-    deltas = deltas_of(encode(TEXT), (2,))
+    deltas = deltas_of(IDS, (2,))
     workers = scripted([*deltas[:3], WorkerLost("died")], list(deltas))
     events = parse(await post(workers, {**BODY, "stream": True}))
     assert events[-1] == "[DONE]"
@@ -171,7 +173,7 @@ async def test_images_reach_the_workers() -> None:
 
 
 async def test_the_seed_is_always_set_and_survives_a_replay() -> None:
-    deltas = deltas_of(encode(TEXT), (2,))
+    deltas = deltas_of(IDS, (2,))
     workers = scripted([*deltas[:1], WorkerLost("died")], list(deltas))
     await post(workers, BODY)
     first, second = workers.requests
@@ -234,12 +236,66 @@ async def test_body_limit(is_chunked: bool) -> None:
         assert (await client.post(CHAT, json=BODY)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [("9" * 5000, 413), ("²".encode("latin-1"), 200), ("-1", 200), ("4001", 413), ("4000", 200)],
+)
+async def test_any_content_length_is_an_answer(length: Any, status: int) -> None:
+    """Python refuses to convert thousands of digits, and digits that are none of ASCII's."""
+    headers = {"content-type": "application/json", "content-length": length}
+    async with client_of(scripted(), max_body_bytes=4000) as client:
+        response = await client.post(CHAT, content=json.dumps(BODY), headers=headers)
+    assert response.status_code == status
+
+
 async def test_image_limit_is_configurable() -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(picture())}}
     body = {**BODY, "messages": [{"role": "user", "content": [part, part]}]}
     async with client_of(scripted(), limits=ImageLimits(max_images=1)) as client:
         response = await client.post(CHAT, json=body)
     assert response.json()["error"]["param"] == "messages[0].content[1].image_url"
+
+
+def chat_scope(spec_version: str = "2.3") -> dict[str, Any]:
+    return {
+        "type": "http", "method": "POST", "path": CHAT, "query_string": b"", "http_version": "1.1",
+        "headers": [(b"content-type", b"application/json")],
+        "asgi": {"spec_version": spec_version},
+        "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_sent", [0, 1, 3])
+async def test_a_send_to_nobody_is_no_failure(
+    stream: bool, num_sent: int, spec_version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E13: each client that goes in the middle would leave a traceback in the log."""
+    workers = scripted()
+    payload = json.dumps({**BODY, "stream": stream}).encode()
+    inbox: list[Any] = [{"type": "http.request", "body": payload, "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return inbox.pop() if inbox else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if len(sent) >= num_sent:
+            raise OSError("the connection is gone")
+        sent.append(message)
+
+    await make_app(workers)(chat_scope(spec_version), receive, send)  # type: ignore[misc]
+    assert len(sent) <= num_sent
+    assert workers.num_open == 0  # also where the stream's own generator never started
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+
+
+async def test_an_oserror_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """It must not pass for a client that went, which nobody is told of."""
+    response = await post(scripted([OSError("disk")]), BODY)
+    assert response.status_code == 500
+    assert [r.levelname for r in caplog.records if r.name == "serving.middleware"] == ["ERROR"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -260,12 +316,7 @@ async def test_disconnect_closes_the_worker_stream(stream: bool) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http", "method": "POST", "path": CHAT, "query_string": b"", "http_version": "1.1",
-        "headers": [(b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"},
-        "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
-    }  # fmt: skip
-    task = asyncio.create_task(make_app(workers)(scope, receive, send))  # type: ignore[arg-type]
+    task = asyncio.create_task(make_app(workers)(chat_scope(), receive, send))  # type: ignore[arg-type]
     await workers.wait_taken(5)
     gone.set()
     await asyncio.wait_for(task, 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from serving.schema import MAX_MESSAGES, MAX_PARTS, MAX_PROMPT_IDS, ChatBody, CompletionBody
 from tests.serving.doubles import ScriptedWorkers, data_url, deltas_of, encode, make_app, picture
 
 CHAT = "/v1/chat/completions"
@@ -16,7 +19,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": data_url(picture())}}
 
 
 async def post(path: str, body: Any = None, **options: Any) -> httpx.Response:
-    workers = ScriptedWorkers([list(deltas_of(encode("fine")))])
+    workers = ScriptedWorkers([list(deltas_of(encode("fine<|im_end|>")))])
     transport = httpx.ASGITransport(app=make_app(workers))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         if body is not None:
@@ -229,3 +232,65 @@ async def test_nan_is_400() -> None:
     response = await post(CHAT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "temperature"
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (text(prompt=[-1] * MANY), "prompt[0]"),
+        (text(prompt=["a", *[1] * MANY]), "prompt[1]"),
+        (text(prompt=["\ud800"] * MANY), "prompt[0]"),
+        (text(stop_token_ids=["a"] * MANY), "stop_token_ids[0]"),
+        (chat(messages=[1] * MANY), "messages[0]"),
+        (chat(messages=[USER] * (MAX_MESSAGES + 1)), "messages"),
+        (parts(*[1] * MANY), "messages[0].content[0]"),
+        (parts(*[{"type": "text", "text": ""}] * (MAX_PARTS + 1)), "messages[0].content"),
+        (message(role="system", content=[1] * MANY), "messages[0].content[0]"),
+        (chat(stop=[1] * MANY), "stop[0]"),
+        (chat(**{f"x{i}": i for i in range(MANY)}), "x0"),
+        (message(role="user", content="", **{f"x{i}": i for i in range(MANY)}), "messages[0].x0"),
+    ],
+    ids=range(12),
+)
+async def test_one_error_is_built_however_many_there_are(body: dict[str, Any], param: str) -> None:
+    """A small body of a million bad items must not take gigabytes and block the event loop."""
+    model = CompletionBody if "prompt" in body else ChatBody
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() == 1
+    # HTTP clients cannot send a lone surrogate, only its escape.
+    content = json.dumps(body).encode()
+    response = await post(
+        TEXT if model is CompletionBody else CHAT,
+        content=content,
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_token_ids_are_bounded() -> None:
+    """Without a bound a body of ids alone could hold millions of Python objects."""
+    with pytest.raises(ValidationError, match="at most"):
+        CompletionBody.model_validate(text(prompt=[1] * (MAX_PROMPT_IDS + 1)))
+
+
+def test_a_role_of_another_type_is_not_written_out() -> None:
+    """Writing it out costs its size again, and Python refuses to when it is nested deeply."""
+    role: list[Any] = []
+    for _ in range(10_000):
+        role = [role]
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate(message(role=role, content=""))
+    assert caught.value.errors(include_input=False)[0]["loc"] == ("messages", 0)
+
+
+@pytest.mark.parametrize("content", ["\ud800", "中\udc00", "ok \ud83d!"])
+def test_lone_surrogates_are_found(content: str) -> None:
+    """Such a string breaks every encoder after it."""
+    with pytest.raises(ValidationError, match="lone surrogate"):
+        ChatBody.model_validate(message(role="user", content=content))
+    assert ChatBody.model_validate(message(role="user", content="中😀\ue000\uffff"))

@@ -7,13 +7,14 @@ import io
 import struct
 import zlib
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from serving.errors import UnsupportedParameter
 from serving.images import ImageLimits, load_image
 from tests.serving.doubles import data_url, make_processor, picture
-from workers.errors import InvalidRequest
+from workers.errors import ConfigError, InvalidRequest
 
 PARAM = "messages[0].content[1].image_url"
 LIMITS = ImageLimits()
@@ -75,6 +76,22 @@ def test_limits() -> None:
     assert load_image(url, PARAM, ImageLimits(max_pixels=10000)).size == (100, 100)
 
 
+def test_the_images_of_a_request_share_a_limit() -> None:
+    """Sixteen pictures below the limit of one could hold gigabytes."""
+    url, limits = data_url(picture(100, 100)), ImageLimits(max_total_pixels=25_000)
+    assert load_image(url, PARAM, limits, used_pixels=15_000).size == (100, 100)
+    with pytest.raises(InvalidRequest, match="at most 25000") as caught:
+        load_image(url, PARAM, limits, used_pixels=15_001)
+    assert caught.value.param == PARAM
+
+
+@pytest.mark.parametrize("key", ["max_images", "max_bytes", "max_pixels", "max_total_pixels"])
+def test_limits_are_positive(key: str) -> None:
+    """A limit of zero would refuse every image with a message about the client's."""
+    with pytest.raises(ConfigError, match=f"ingress.images.{key}"):
+        ImageLimits(**{key: 0})
+
+
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_formats(file_format: str) -> None:
     image = load_image(data_url(picture(color="blue"), file_format), PARAM, LIMITS)
@@ -99,6 +116,41 @@ def test_modes(mode: str) -> None:
 def test_transparency_lies_on_white() -> None:
     clear = Image.new("RGBA", (10, 10), (255, 0, 0, 0))
     assert load_image(data_url(clear), PARAM, LIMITS).getpixel((5, 5)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("alpha", [0, 1, 100, 128, 254, 255])
+def test_transparency_is_mixed(alpha: int) -> None:
+    """Laying it on white without a full-size copy must give the same colours."""
+    image = load_image(data_url(Image.new("RGBA", (4, 4), (10, 100, 200, alpha))), PARAM, LIMITS)
+    mixed = [255 + (c - 255) * alpha / 255 for c in (10, 100, 200)]
+    assert image.getpixel((1, 1)) == pytest.approx(mixed, abs=1)
+
+
+def ramp() -> np.ndarray:
+    return (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)
+
+
+def test_16_bit_grey_is_scaled() -> None:
+    """Pillow cuts levels at 255: all but the darkest would be white."""
+    image = load_image(data_url(Image.fromarray(ramp())), PARAM, LIMITS)
+    assert image.mode == "RGB"
+    for channel in np.moveaxis(np.asarray(image), -1, 0):
+        assert channel.tolist() == np.arange(256).reshape(16, 16).tolist()
+
+
+def test_16_bit_grey_with_a_transparent_level() -> None:
+    """The level is one of 16 bits: compared with 8, another grey or none would be cleared."""
+    url = data_url(Image.fromarray(ramp()), transparency=257 * 100)
+    levels = np.asarray(load_image(url, PARAM, LIMITS))[..., 0].ravel().tolist()
+    assert levels == [255 if level == 100 else level for level in range(256)]
+
+
+def test_exif_orientation_of_16_bit_grey_is_applied() -> None:
+    """Scaling makes a new picture, which has no orientation to apply any more."""
+    exif = Image.Exif()
+    exif[0x0112] = 3  # rotate by 180 degrees to show
+    image = load_image(data_url(Image.fromarray(ramp()), exif=exif), PARAM, LIMITS)
+    assert image.getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_exif_orientation_is_applied() -> None:

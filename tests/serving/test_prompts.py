@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from serving.images import ImageLimits
 from serving.prompts import PromptBuilder, to_sampling
 from serving.schema import ChatBody, CompletionBody
 from serving.textstream import TextRequest
+from serving.tokenizer import ServingTokenizer
 from tests.serving.doubles import (
     SPECIALS,
     data_url,
@@ -127,6 +130,40 @@ async def test_more_images_than_the_limit() -> None:
     assert caught.value.param == "messages[0].content[1].image_url"
 
 
+async def test_more_pixels_than_the_limit() -> None:
+    """Each picture may be below its own limit, and all together too large to hold."""
+    limits = ImageLimits(max_total_pixels=60 * 40 + 1)
+    assert (await build([image_part()], limits=limits)).generation.images
+    with pytest.raises(InvalidRequest, match="pixels") as caught:
+        await build([image_part(), image_part()], limits=limits)
+    assert caught.value.param == "messages[0].content[1].image_url"
+
+
+class CountingExecutor(Executor):
+    """Runs at once, and counts."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.num_calls += 1
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+async def test_pictures_have_threads_of_their_own() -> None:
+    """The default executor has dozens of threads, and each would hold a decoded picture."""
+    executor = CountingExecutor()
+    prompts = PromptBuilder(make_tokenizer(), make_processor(), ImageLimits(), executor)
+    await prompts.chat(chat_body([image_part(), image_part()]), "r")
+    assert executor.num_calls == 1
+    await prompts.chat(chat_body("no picture"), "r")
+    assert executor.num_calls == 1
+    own = builder().image_executor
+    assert own._max_workers == 2  # type: ignore[attr-defined]
+
+
 async def test_a_text_model_refuses_images() -> None:
     with pytest.raises(InvalidRequest, match="text only"):
         await build([text_part("see"), image_part()], vision=False)
@@ -147,6 +184,34 @@ async def test_the_template_may_refuse() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
     with pytest.raises(InvalidRequest, match="system must come first"):
         await builder().chat(ChatBody(model="demo", messages=messages), "r")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["'a' + [1]", "1 // 0", "'{:q}'.format(1)", "'x'.join(1)", "messages[9].role", "range(10**9)"],
+)
+def test_a_template_that_fails_on_the_content(expression: str) -> None:
+    """Templates compute with what clients send; Python's errors in that are no failure of ours."""
+    hf = copy.deepcopy(make_hf_tokenizer())
+    hf.chat_template = f"{{{{ {expression} }}}}"
+    with pytest.raises(InvalidRequest, match="the chat template refused") as caught:
+        ServingTokenizer(hf).encode_chat([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+@given(
+    st.text(max_size=60) | st.sampled_from(["", " a", "中文😀", "".join(SPECIALS), "a<|im_end|>"])
+)
+@settings(deadline=None)
+def test_encoding_as_a_batch_gives_the_ids_of_encode(text: str) -> None:
+    """The batch form releases the interpreter's lock; it must not be another encoding."""
+    tokenizer, backend = make_tokenizer(), make_hf_tokenizer().backend_tokenizer
+    assert tokenizer.encode_prompt(text) == backend.encode(text).ids
+    unmarked = tokenizer.encode_chat([{"role": "user", "content": "abc def"}])
+    rendered = make_hf_tokenizer().apply_chat_template(
+        [{"role": "user", "content": "abc def"}], add_generation_prompt=True, tokenize=False
+    )
+    assert unmarked == backend.encode(rendered, add_special_tokens=False).ids
 
 
 async def test_completion_prompts() -> None:

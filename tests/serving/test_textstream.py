@@ -63,6 +63,24 @@ async def test_a_stop_token_counts_and_shows_no_text(stops: tuple[str, ...]) -> 
     assert results[-1].usage.completion_tokens == len(ids)
 
 
+@pytest.mark.parametrize("stops", [(), ("nothing",)])
+async def test_the_model_s_own_end_token_shows_no_text(stops: tuple[str, ...]) -> None:
+    """Not every model's end of sequence is a special token: its name would end the answer."""
+    ids = encode("hello there!")
+    workers = ScriptedWorkers([list(deltas_of(ids, (3,)))])
+    results = await run(workers, make_request(stops))
+    assert text_of(results) == "hello there"
+    assert results[-1].usage.completion_tokens == len(ids)
+
+
+async def test_a_stop_id_before_the_end_is_text() -> None:
+    """Within min_tokens a stop token does not stop, and must not vanish from the text."""
+    ids = encode("!hello")
+    workers = ScriptedWorkers([list(deltas_of(ids, (3,), FinishReason.LENGTH))])
+    results = await run(workers, make_request(stop_token_ids=(ids[0],), min_tokens=2))
+    assert text_of(results) == "!hello"
+
+
 async def test_no_stop_string_counts_within_min_tokens() -> None:
     ids = encode("stop stop stop")
     first = len(encode("stop"))
