@@ -183,7 +183,8 @@ def make_services(
         return "# TYPE specserve_up gauge\nspecserve_up 1\n"
 
     return Services(
-        model_id="demo", prompts=prompts, workers=workers, relay=Relay(workers, max_replays, backoff_s=0),
+        model_id="demo", prompts=prompts, workers=workers,
+        relay=Relay(workers, max_replays, backoff_s=0),
         metrics=metrics, max_body_bytes=max_body_bytes,
     )  # fmt: skip
 

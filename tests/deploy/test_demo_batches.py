@@ -1,0 +1,80 @@
+"""Batches: the fast paths of training equal the library's own preprocessing and forward."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from deploy import demo
+from deploy.demo import batches, models, scenes, tasks
+from deploy.demo import tokenizer as tok
+from deploy.demo.scenes import Scene
+from deploy.demo.vision_attention import use_grouped_attention
+
+if TYPE_CHECKING:
+    from deploy.demo.tasks import Conversation
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo.TARGET_DIR)
+
+
+def every_size() -> list[Scene]:
+    scene = scenes.random_scene(random.Random(0), held_out=False)
+    return [Scene(scene.items, w, h, 3) for w in scenes.SIDES for h in scenes.SIDES]
+
+
+def test_pixels_equal_the_shipped_image_processor() -> None:
+    processor = AutoImageProcessor.from_pretrained(demo.TARGET_DIR)
+    for scene in every_size():
+        image = scenes.draw(scene)
+        expected = processor(image, return_tensors="np")
+        np.testing.assert_array_equal(batches.pixel_values(image), expected["pixel_values"])
+        assert expected["image_grid_thw"].tolist() == [list(batches.grid_of(scene))]
+
+
+def messages(conversation: Conversation) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if conversation.system is not None:
+        found.append({"role": "system", "content": conversation.system})
+    for index, turn in enumerate(conversation.turns):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": turn.prompt}]
+        pictures = [{"type": "image"}] * (len(conversation.scenes) if index == 0 else 0)
+        parts = parts + pictures if conversation.images_last else pictures + parts
+        found.append({"role": "user", "content": parts})
+        found.append({"role": "assistant", "content": turn.answer})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ids_equal_the_chat_template(tokenizer: Any, seed: int) -> None:
+    conversation = tasks.training_conversation(random.Random(seed))
+    text = str(tokenizer.apply_chat_template(messages(conversation), tokenize=False))
+    for scene in conversation.scenes:
+        # Expanded under another name first, so that the next search finds the next picture.
+        text = text.replace(tok.IMAGE_PAD, "<pad>" * batches.image_tokens(scene), 1)
+    expected = tokenizer.encode(text.replace("<pad>", tok.IMAGE_PAD), add_special_tokens=False)
+    encoded = batches.Encoder(tokenizer).encode(conversation)
+    assert encoded.token_ids == expected
+    answers = [i for i in encoded.labels if i != batches.IGNORED]
+    wanted = "".join(turn.answer + tok.TURN_END for turn in conversation.turns)
+    assert tokenizer.decode(answers, skip_special_tokens=False) == wanted
+
+
+def test_grouped_vision_attention_equals_the_library(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    model = models.build_model(models.TARGET, tokenizer).eval()
+    shown = every_size()
+    pixels = np.concatenate([batches.pixel_values(scenes.draw(scene)) for scene in shown])
+    grid = torch.tensor([batches.grid_of(scene) for scene in shown])
+    with torch.inference_mode():
+        expected = model.model.visual(torch.from_numpy(pixels), grid).pooler_output
+        use_grouped_attention(model)
+        found = model.model.visual(torch.from_numpy(pixels), grid).pooler_output
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
