@@ -52,3 +52,8 @@ def noisy_draft(
         return known[family]
 
     return path
+
+
+@pytest.fixture
+def pair(checkpoints: Checkpoints, noisy_draft: Callable[[str], str]) -> tuple[str, str]:
+    return checkpoints("qwen2_5_vl"), noisy_draft("qwen2_5_vl")

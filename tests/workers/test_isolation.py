@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,29 +12,11 @@ from torch import Tensor
 from tests.workers import tiny
 from tests.workers.conftest import Checkpoints
 from tests.workers.engines import make_engine, run
+from tests.workers.tiny import mixed_requests
 from workers.batch_info import ForwardBatch, ForwardMode
-from workers.contracts import GenerationRequest
 from workers.engine import Engine
-from workers.errors import InvalidRequest, RequestTooLong
 from workers.spec.drafter import DraftTask, Proposal
 from workers.spec.verifier import num_accepted
-
-
-def _requests(count: int = 6) -> list[GenerationRequest]:
-    requests = []
-    for seed in range(count):
-        ids, images = tiny.prompt(seed, [5, (2, 3), 4] if seed % 2 else [6 + 3 * seed])
-        requests.append(
-            tiny.request(
-                f"r{seed}", ids, images, temperature=seed % 3 / 2, seed=seed, ignore_eos=True
-            )
-        )
-    return requests
-
-
-@pytest.fixture
-def pair(checkpoints: Checkpoints, noisy_draft: Callable[[str], str]) -> tuple[str, str]:
-    return checkpoints("qwen2_5_vl"), noisy_draft("qwen2_5_vl")
 
 
 def _break_forward(
@@ -76,17 +56,17 @@ def test_a_broken_draft_model_costs_speed_only(
 ) -> None:
     """The draft's exception, NaN or wrong shape ended the server elsewhere."""
     path, draft = pair
-    expected = run(make_engine(path), _requests()).token_ids
+    expected = run(make_engine(path), mixed_requests()).token_ids
     engine = make_engine(path, draft)
     _break_forward(engine, mode, FAULTS[fault], every)
-    outcome = run(engine, _requests())
+    outcome = run(engine, mixed_requests())
     assert outcome.token_ids == expected
     assert outcome.failures == {}
     assert sum(engine.stats().spec_failures.values()) > 0
     # What comes after the faults is drafted well again: no K/V was trusted that should not be.
     del engine._drafter._runner.forward  # type: ignore[union-attr]
     before = engine.stats()
-    assert run(engine, _requests()).token_ids == expected
+    assert run(engine, mixed_requests()).token_ids == expected
     after = engine.stats()
     assert after.accepted_tokens > before.accepted_tokens
     assert after.spec_failures == before.spec_failures
@@ -137,9 +117,9 @@ def test_b23_any_proposal_is_survived(
 ) -> None:
     """B23: a draft id equal to the vocabulary size aborted decoding."""
     path = checkpoints("qwen2_5_vl")
-    expected = run(make_engine(path), _requests()).token_ids
+    expected = run(make_engine(path), mixed_requests()).token_ids
     engine = _engine_with(path, propose)
-    outcome = run(engine, _requests())
+    outcome = run(engine, mixed_requests())
     assert outcome.token_ids == expected
     failures = engine.stats().spec_failures
     assert set(failures) == ({failure} if failure else set())
@@ -166,7 +146,7 @@ def test_a_target_failure_ends_the_one_request_that_causes_it(
     pair: tuple[str, str], poison: str
 ) -> None:
     path, draft = pair
-    requests = _requests()
+    requests = mixed_requests()
     expected = run(make_engine(path), requests).token_ids
     engine = make_engine(path, draft)
     runner = engine._runner
@@ -201,7 +181,7 @@ def test_drafts_that_the_target_chokes_on_cost_speed_only(
     pair: tuple[str, str], fault: str
 ) -> None:
     path, draft = pair
-    expected = run(make_engine(path), _requests()).token_ids
+    expected = run(make_engine(path), mixed_requests()).token_ids
     engine = make_engine(path, draft)
     forward = engine._runner.forward
 
@@ -222,131 +202,11 @@ def test_drafts_that_the_target_chokes_on_cost_speed_only(
         return logits
 
     engine._runner.forward = choking  # type: ignore[method-assign]
-    outcome = run(engine, _requests())
+    outcome = run(engine, mixed_requests())
     assert outcome.failures == {}
     assert outcome.token_ids == expected
     keys = set(engine.stats().spec_failures)
     assert keys == ({"verify:RuntimeError"} if fault == "raises" else set())
-
-
-def test_d9_two_hundred_random_aborts_leave_every_block(pair: tuple[str, str]) -> None:
-    """D9: aborts on odd paths leaked slots or left half-computed K/V in the prefix cache."""
-    path, draft = pair
-    rng = random.Random(0)
-    engine = make_engine(path, draft, num_blocks=48, max_chunk_tokens=8)
-    live: list[str] = []
-    aborted = 0
-    number = 0
-    while aborted < 200:
-        if len(live) < 6:
-            ids, images = tiny.prompt(number % 5, [9, (2, 3), 8] if number % 2 else [25])
-            engine.add(tiny.request(f"n{number}", ids, images, max_tokens=30, ignore_eos=True))
-            live.append(f"n{number}")
-            number += 1
-        result = engine.step()
-        over = {d.request_id for d in result.deltas if d.finish_reason is not None}
-        live = [name for name in live if name not in over]
-        if live and rng.random() < 0.7:
-            victim = live.pop(rng.randrange(len(live)))
-            engine.abort(victim)
-            aborted += 1
-        engine.blocks.check_integrity(engine.scheduler.running)
-    for name in live:
-        engine.abort(name)
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    stats = engine.stats()
-    assert stats.finished["abort"] >= 200
-    assert stats.admitted == sum(stats.finished.values())
-    clean = run(make_engine(path), _requests()).token_ids
-    assert run(engine, _requests()).token_ids == clean
-
-
-def test_aborting_twice_or_the_unknown_is_nothing(pair: tuple[str, str]) -> None:
-    engine = make_engine(*pair)
-    engine.abort("nobody")
-    engine.add(tiny.request("r", [2, 3, 4]))
-    engine.abort("r")
-    engine.abort("r")
-    assert engine.stats().finished["abort"] == 1
-    assert not engine.has_work
-
-
-def _bad(**changes: Any) -> GenerationRequest:
-    ids, images = tiny.prompt(1, [5, (2, 3), 4])
-    base: dict[str, Any] = {"ids": ids, "images": images, **changes}
-    return tiny.request("bad", base.pop("ids"), base.pop("images"), **base)
-
-
-@pytest.mark.parametrize(
-    ("request_", "error"),
-    [
-        (_bad(ids=[], images=[]), InvalidRequest),
-        (_bad(ids=[2, tiny.VOCAB], images=[]), InvalidRequest),
-        (_bad(ids=[2, -1], images=[]), InvalidRequest),
-        (_bad(stop_token_ids=(tiny.VOCAB,)), InvalidRequest),
-        (_bad(images=[tiny.image(1, 2, 3, start=20)]), InvalidRequest),
-        (_bad(images=[tiny.image(1, 2, 3, start=2), tiny.image(2, 2, 3, start=4)]), InvalidRequest),
-        (_bad(ids=[2] * 1024, images=[]), RequestTooLong),
-        (_bad(max_tokens=1020), RequestTooLong),
-        (_bad(images=[replace(tiny.image(1, 2, 3, start=6), grid_thw=(1, 3, 8))]), InvalidRequest),
-        (_bad(images=[replace(tiny.image(1, 2, 3, start=6), grid_thw=(1, 4, 0))]), InvalidRequest),
-        (_bad(images=[replace(tiny.image(1, 2, 3, start=6), num_tokens=5)]), InvalidRequest),
-        (_bad(temperature=float("nan")), InvalidRequest),
-        (_bad(temperature=float("inf")), InvalidRequest),
-        (_bad(top_p=0.0), InvalidRequest),
-        (_bad(top_k=-1), InvalidRequest),
-        (_bad(min_p=1.5), InvalidRequest),
-        (_bad(seed=2**63), InvalidRequest),
-        (_bad(max_tokens=0), InvalidRequest),
-        (_bad(max_draft_tokens=-1), InvalidRequest),
-    ],
-)
-def test_a_bad_request_is_refused_and_the_others_keep_running(
-    checkpoints: Checkpoints, request_: GenerationRequest, error: type[Exception]
-) -> None:
-    path = checkpoints("qwen2_5_vl")
-    engine = make_engine(path)
-    good = _requests(2)
-    engine.add(good[0])
-    with pytest.raises(error):
-        engine.add(request_)
-    assert len(run(engine, good[1:]).token_ids["r1"]) == 12
-    assert sum(engine.stats().refused.values()) == 1
-    assert engine.stats().admitted == 2
-
-
-def test_a_text_model_refuses_images(checkpoints: Checkpoints) -> None:
-    with pytest.raises(InvalidRequest, match="no images"):
-        make_engine(checkpoints("llama")).add(_bad())
-
-
-def test_f1_statistics_add_up(pair: tuple[str, str]) -> None:
-    """F1, F4: acceptance over 1, finish reasons that never counted."""
-    engine = make_engine(*pair, num_draft_tokens=3)
-    outcome = run(engine, _requests())
-    stats = engine.stats()
-    assert sum(stats.accepted_per_position) == stats.accepted_tokens <= stats.draft_tokens
-    assert list(stats.accepted_per_position) == sorted(stats.accepted_per_position, reverse=True)
-    assert stats.generated_tokens == sum(map(len, outcome.token_ids.values()))
-    assert stats.sampled_rows == sum(outcome.num_deltas.values())
-    assert stats.generated_tokens == stats.accepted_tokens + stats.sampled_rows
-    assert stats.admitted == sum(stats.finished.values()) == 6
-    assert stats.num_running == stats.num_waiting == 0
-
-
-def test_what_a_stop_trims_is_counted(checkpoints: Checkpoints) -> None:
-    """Emitted = accepted + one for each sampled row - trimmed, also when a stop cuts a block."""
-    path = checkpoints("llama")
-    ids, _ = tiny.prompt(5, [12])
-    engine = make_engine(path, path, num_draft_tokens=5)
-    free = run(engine, [tiny.request("r", ids, ignore_eos=True)]).token_ids["r"]
-    stop = next(t for n, t in enumerate(free) if n % 6 in (2, 3, 4) and t not in free[:n])
-    engine.forget_statistics()
-    run(engine, [tiny.request("r", ids, ignore_eos=True, stop_token_ids=(stop,))])
-    stats = engine.stats()
-    assert stats.trimmed_tokens > 0
-    emitted = stats.accepted_tokens + stats.sampled_rows - stats.trimmed_tokens
-    assert stats.generated_tokens == emitted == free.index(stop) + 1
 
 
 def test_a_lost_device_is_nobodys_request(checkpoints: Checkpoints) -> None:
@@ -357,7 +217,7 @@ def test_a_lost_device_is_nobodys_request(checkpoints: Checkpoints) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     engine._runner.forward = lost  # type: ignore[method-assign]
-    for request in _requests(3)[::2]:
+    for request in mixed_requests(3)[::2]:
         engine.add(request)
     with pytest.raises(RuntimeError, match="CUDA error"):
         engine.step()
@@ -368,7 +228,7 @@ def test_one_sequences_draft_failure_leaves_the_others_their_drafts(
 ) -> None:
     """One image that only the draft's tower choked on stopped everybody's drafts."""
     path, draft = pair
-    requests = _requests(4)
+    requests = mixed_requests(4)
     expected = run(make_engine(path), requests).token_ids
     engine = make_engine(path, draft)
     adapter = engine._drafter._runner.adapter  # type: ignore[union-attr]
@@ -448,17 +308,3 @@ def test_a_bad_block_leaves_the_prefix_cache(pair: tuple[str, str], side: str) -
     assert again.token_ids == expected
     assert engine.stats().spec_failures == failures
     assert engine.stats().draft_tokens > 0
-
-
-@pytest.mark.parametrize(("length", "max_tokens", "draft_context"), [(100, 1, 1024), (300, 8, 64)])
-def test_speculation_does_not_cost_the_prefix_cache(
-    checkpoints: Checkpoints, length: int, max_tokens: int, draft_context: int
-) -> None:
-    """Requests that cannot draft waited for draft K/V that never came: nothing was cached."""
-    path = checkpoints("llama")
-    draft = checkpoints("llama", max_position_embeddings=draft_context)
-    engine = make_engine(path, draft)
-    ids, _ = tiny.prompt(2, [length])
-    for name in "ab":
-        run(engine, [tiny.request(name, ids, max_tokens=max_tokens, ignore_eos=True)])
-    assert engine.stats().cached_tokens == (length - 1) // 16 * 16

@@ -148,3 +148,14 @@ def request(
     return GenerationRequest(
         request_id, tuple(ids), SamplingParams(**params), tuple(images or ()), emitted
     )
+
+
+def mixed_requests(count: int = 6) -> list[GenerationRequest]:
+    """Return greedy and sampled requests, every other one with an image."""
+    requests = []
+    for seed in range(count):
+        ids, images = prompt(seed, [5, (2, 3), 4] if seed % 2 else [6 + 3 * seed])
+        requests.append(
+            request(f"r{seed}", ids, images, temperature=seed % 3 / 2, seed=seed, ignore_eos=True)
+        )
+    return requests
