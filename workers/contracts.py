@@ -10,12 +10,43 @@ always set and `emitted_ids` are the tokens the client already has.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+ContractT = TypeVar("ContractT")
+
+
+def pickled_by_name(cls: type[ContractT]) -> type[ContractT]:
+    """Pickle a frozen slots dataclass as names and values.
+
+    By itself it is pickled as values in the order of its fields: in a rolling update, an ingress
+    and a worker that know different fields would silently read one as another. A field that only
+    the sender knows is dropped, one that only the receiver knows gets its default.
+    """
+
+    def getstate(self: Any) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def setstate(self: Any, state: dict[str, Any]) -> None:
+        for f in fields(self):
+            if f.name in state:
+                value = state[f.name]
+            elif f.default_factory is not MISSING:
+                value = f.default_factory()
+            elif f.default is not MISSING:
+                value = f.default
+            else:
+                raise TypeError(f"{cls.__name__} came without {f.name}")
+            object.__setattr__(self, f.name, value)
+
+    cls.__getstate__ = getstate  # type: ignore[method-assign, assignment]
+    cls.__setstate__ = setstate  # type: ignore[attr-defined]
+    return cls
 
 
 class FinishReason(StrEnum):
@@ -26,6 +57,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+@pickled_by_name
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose and when to stop; the same for plain and speculative decoding."""
@@ -50,6 +82,7 @@ class SamplingParams:
     max_draft_tokens: int | None = None
 
 
+@pickled_by_name
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInput:
     """One preprocessed image and where its placeholders stand in the prompt."""
@@ -69,6 +102,7 @@ class ImageInput:
         return self.start + self.num_tokens
 
 
+@pickled_by_name
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """What a client asked, in token ids; replayable on any worker of the same model."""
@@ -85,6 +119,7 @@ class GenerationRequest:
         return replace(self, emitted_ids=tuple(emitted_ids))
 
 
+@pickled_by_name
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
     """All tokens of one request from one step; the last one carries the finish reason."""
@@ -108,6 +143,7 @@ class TokenDelta:
         return replace(self, start=self.start + skip, token_ids=self.token_ids[skip:])
 
 
+@pickled_by_name
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker serves: facts that hold for its whole life."""
@@ -126,6 +162,7 @@ class WorkerInfo:
     dtype: str
 
 
+@pickled_by_name
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the worker started, and gauges of this moment. Data, not metrics."""
@@ -164,6 +201,7 @@ class EngineStats:
     num_free_blocks: int = 0
 
 
+@pickled_by_name
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """A worker's facts and counters, taken together so that they cannot be mixed up."""

@@ -16,7 +16,13 @@ from workers.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from workers.contracts import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from workers.contracts import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenDelta,
+)
 from workers.sequence import Sequence
 
 
@@ -131,3 +137,18 @@ def test_a_resumed_request_keeps_its_prompt_length_and_seed() -> None:
     seq = Sequence(request.resume_after([4, 5]), frozenset(), max_len=20)
     assert (seq.prompt_len, seq.num_emitted, seq.token_ids) == (3, 2, [1, 2, 3, 4, 5])
     assert seq.request.sampling.seed == 7
+
+
+def test_contracts_of_two_versions_do_not_swap_fields() -> None:
+    """Pickled by position, a new field made a counter arrive as a tuple in a rolling update."""
+    stats = EngineStats(admitted=3, finished={"stop": 1}, accepted_per_position=(2, 1))
+    assert pickle.loads(pickle.dumps(stats)) == stats
+    state = stats.__getstate__()
+    assert isinstance(state, dict)
+    newer = EngineStats.__new__(EngineStats)
+    newer.__setstate__({k: v for k, v in reversed(state.items()) if k != "finished"} | {"x": 1})  # type: ignore[attr-defined]
+    assert newer == EngineStats(admitted=3, accepted_per_position=(2, 1))
+    delta = TokenDelta("r", 0, (1,))
+    with pytest.raises(TypeError, match="without token_ids"):
+        TokenDelta.__new__(TokenDelta).__setstate__({"request_id": "r", "start": 0})  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(delta)) == delta
