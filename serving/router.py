@@ -26,7 +26,7 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle
 
-from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo
+from workers.contracts import GenerationRequest, TokenDelta
 from workers.errors import QueueFull, WorkerLost
 
 # The worker, its process or its node is gone or out of reach; or the replica cancelled the
@@ -79,12 +79,6 @@ class RayWorkerClient:
         finally:
             if not is_over:
                 response.cancel()
-
-    async def info(self) -> WorkerInfo:
-        """Return one worker's facts."""
-        with our_errors():
-            info: WorkerInfo = await self._workers.info.remote()
-            return info
 
     async def check_health(self) -> None:
         """Ask all workers whether they can generate; one that can is enough.

@@ -1,4 +1,4 @@
-"""The worker as a Ray Serve replica: one engine behind five methods.
+"""The worker as a Ray Serve replica: one engine behind three methods.
 
 Owns the replica's life: load in the constructor, answer, stop the engine at the end. The only
 module of this package that knows Ray. Knows no HTTP and no text. Invariants: the actor's event
@@ -16,7 +16,7 @@ from contextlib import aclosing
 from ray import serve
 
 from workers.config import EngineConfig
-from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo, WorkerReport
+from workers.contracts import GenerationRequest, TokenDelta, WorkerReport
 
 # Time for the open streams to tell their ingress before the process goes.
 EXIT_DELAY_S = 1.0
@@ -50,10 +50,6 @@ class Worker:
         async with aclosing(self._loop.generate(request)) as stream:
             async for delta in stream:
                 yield delta
-
-    async def info(self) -> WorkerInfo:
-        """Return the worker's facts."""
-        return self._info
 
     async def report(self) -> WorkerReport:
         """Return facts and counters."""

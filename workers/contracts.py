@@ -222,10 +222,6 @@ class WorkerClient(Protocol):
         """
         ...
 
-    async def info(self) -> WorkerInfo:
-        """Return one worker's facts (all workers serve the same models)."""
-        ...
-
     async def check_health(self) -> None:
         """Return when a worker can generate.
 

@@ -24,7 +24,6 @@ from workers.contracts import (
     FinishReason,
     GenerationRequest,
     TokenDelta,
-    WorkerInfo,
 )
 from workers.errors import WorkerLost
 
@@ -157,9 +156,6 @@ class ScriptedWorkers:
     async def wait_taken(self, num_deltas: int) -> None:
         while self.num_taken < num_deltas:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-
-    async def info(self) -> WorkerInfo:
-        raise NotImplementedError
 
     async def check_health(self) -> None:
         if not self.is_healthy:
