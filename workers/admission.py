@@ -62,7 +62,7 @@ class Admission:
             request=request,
             stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
             max_len=limit,
-            rope=self._adapter.rope_table(request.prompt_ids, request.images),
+            rope=self._adapter.rope_table(request.prompt_ids, request.media),
             may_draft=may_draft,
             needs_draft_kv=may_draft and drafter is not None and drafter.needs_kv,
         )

@@ -101,6 +101,52 @@ class ImageInput:
         """Index one past the image's last placeholder."""
         return self.start + self.num_tokens
 
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Where its placeholders stand: index of the first, index one past the last."""
+        return ((self.start, self.end),)
+
+
+@pickled_by_name
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoInput:
+    """One preprocessed video and where its placeholders stand in the prompt.
+
+    Some families take a video as one run of placeholders, others as one run for each step of the
+    grid's time axis with text (time stamps) between them. The runs are equally long.
+    """
+
+    pixel_values: np.ndarray  # [t*h*w, channels*temporal*patch*patch] float32
+    grid_thw: tuple[int, int, int]  # patches before merging; t counts pairs of frames
+    # SHA-256 over the pixels and the processor's settings.
+    content_hash: bytes
+    # Index of the first placeholder of each run, ascending.
+    starts: tuple[int, ...]
+    # Placeholder tokens of all runs together: t*h*w / merge_size**2.
+    num_tokens: int
+    # Time between two steps of the grid; scales positions in some families.
+    seconds_per_grid: float
+
+    @property
+    def start(self) -> int:
+        """Index of the video's first placeholder."""
+        return self.starts[0]
+
+    @property
+    def end(self) -> int:
+        """Index one past the video's last placeholder."""
+        return self.starts[-1] + self.num_tokens // len(self.starts)
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Where its placeholders stand: index of the first, index one past the last."""
+        run_len = self.num_tokens // len(self.starts)
+        return tuple((start, start + run_len) for start in self.starts)
+
+
+# Both have pixels, a grid, a hash and runs of placeholders whose embeddings follow each other.
+MediaInput = ImageInput | VideoInput
+
 
 @pickled_by_name
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +159,14 @@ class GenerationRequest:
     images: tuple[ImageInput, ...] = ()
     # Tokens already delivered to the client by an earlier worker, in order.
     emitted_ids: tuple[int, ...] = ()
+    videos: tuple[VideoInput, ...] = ()
+
+    @property
+    def media(self) -> tuple[MediaInput, ...]:
+        """Images and videos in the prompt's order."""
+        if not self.videos:
+            return self.images
+        return tuple(sorted((*self.images, *self.videos), key=lambda item: item.start))
 
     def resume_after(self, emitted_ids: list[int]) -> GenerationRequest:
         """Return the request that continues after `emitted_ids` (all emitted so far)."""

@@ -70,12 +70,12 @@ class Target:
     def _run(self, items: Seq[ScheduledSequence]) -> list[Outcome]:
         spans = [_span(item) for item in items]
         rows = [row for item in items if item.samples for row in _rows(item)]
-        images = [
-            item.seq.request.images if span.start < item.seq.prompt_len else ()
+        media = [
+            item.seq.request.media if span.start < item.seq.prompt_len else ()
             for item, span in zip(items, spans, strict=True)
         ]
         batch = self._runner.build(_mode(items), spans)
-        logits = self._runner.forward(batch, images)
+        logits = self._runner.forward(batch, media).logits
         if not rows:
             return [Outcome(item) for item in items]
         with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.workers.engines import make_engine, run
 from tests.workers.tiny import mixed_requests
 from workers.batch_info import ForwardBatch, ForwardMode
 from workers.engine import Engine
+from workers.models.runner import StepOutput
 from workers.spec.drafter import DraftTask, Proposal
 from workers.spec.verifier import num_accepted
 
@@ -26,13 +28,13 @@ def _break_forward(
     runner = engine._drafter._runner  # type: ignore[union-attr]
     forward, calls = runner.forward, {"n": 0}
 
-    def broken(batch: ForwardBatch, *args: Any) -> Tensor:
-        logits = forward(batch, *args)
+    def broken(batch: ForwardBatch, *args: Any) -> StepOutput:
+        out = forward(batch, *args)
         if batch.mode is mode:
             calls["n"] += 1
             if calls["n"] % every == 0:
-                return fault(logits)
-        return logits
+                return replace(out, logits=fault(out.logits))
+        return out
 
     runner.forward = broken
 
@@ -152,9 +154,9 @@ def test_a_target_failure_ends_the_one_request_that_causes_it(
     runner = engine._runner
     forward = runner.forward
 
-    def poisoned(batch: ForwardBatch, *args: Any) -> Tensor:
+    def poisoned(batch: ForwardBatch, *args: Any) -> StepOutput:
         victims = [s for s in engine.scheduler.running if s.request_id == "r2" and s.num_emitted]
-        logits = forward(batch, *args)
+        out = forward(batch, *args)
         rows = batch.attention.block_table[:, 0].tolist()
         for seq in victims:
             if seq.block_table[0] in rows:
@@ -162,8 +164,8 @@ def test_a_target_failure_ends_the_one_request_that_causes_it(
                     raise RuntimeError("poison")
                 ends = batch.attention.cu_seqlens_q[1:].tolist()
                 end = ends[rows.index(seq.block_table[0])]
-                logits[(batch.logit_rows == end - 1).nonzero()] = torch.nan
-        return logits
+                out.logits[(batch.logit_rows == end - 1).nonzero()] = torch.nan
+        return out
 
     runner.forward = poisoned  # type: ignore[method-assign]
     outcome = run(engine, requests)
@@ -185,8 +187,9 @@ def test_drafts_that_the_target_chokes_on_cost_speed_only(
     engine = make_engine(path, draft)
     forward = engine._runner.forward
 
-    def choking(batch: ForwardBatch, *args: Any) -> Tensor:
-        logits = forward(batch, *args).clone()
+    def choking(batch: ForwardBatch, *args: Any) -> StepOutput:
+        out = forward(batch, *args)
+        logits = out.logits.clone()
         if batch.mode is ForwardMode.TARGET_VERIFY:
             if fault == "raises":
                 raise RuntimeError("too many rows")
@@ -199,7 +202,7 @@ def test_drafts_that_the_target_chokes_on_cost_speed_only(
                     emitted = expected[seq.request_id][seq.num_emitted :]
                     right = num_accepted(drafts, emitted)
                     logits[row + right + 1 : row + 1 + len(drafts)] = torch.nan
-        return logits
+        return replace(out, logits=logits)
 
     engine._runner.forward = choking  # type: ignore[method-assign]
     outcome = run(engine, mixed_requests())
@@ -236,8 +239,8 @@ def test_one_sequences_draft_failure_leaves_the_others_their_drafts(
     def broken(_: Any) -> Tensor:
         raise RuntimeError("the draft's tower does not like this image")
 
-    adapter.embed_image = broken
-    engine._drafter._runner._image_cache._entries.clear()  # type: ignore[union-attr]
+    adapter.embed_media = broken
+    engine._drafter._runner.image_cache._entries.clear()  # type: ignore[union-attr]
     drafted: dict[str, int] = {}
     for request in requests:
         engine.add(request)
@@ -256,7 +259,7 @@ def test_draft_catch_up_keeps_to_the_steps_budget(pair: tuple[str, str]) -> None
     runner = engine._drafter._runner  # type: ignore[union-attr]
     forward, sizes, outage = runner.forward, [], {"on": True}
 
-    def recording(batch: ForwardBatch, *args: Any) -> Tensor:
+    def recording(batch: ForwardBatch, *args: Any) -> StepOutput:
         if outage["on"]:
             raise RuntimeError("out for a while")
         sizes.append(len(batch.input_ids))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ from workers.batch_info import (
     RopeLayout,
     SequenceSpan,
 )
-from workers.contracts import ImageInput
+from workers.contracts import MediaInput
 from workers.errors import BatchInfoError
 from workers.kv.pool import KVPool
 from workers.models.attention.select import select_backend
 from workers.models.families import ModelAdapter
+from workers.models.families.base import StackInput, VisualRows
 from workers.models.paged import PagedContext
 
 
@@ -55,6 +57,14 @@ class ImageCache:
             self._num_bytes -= dropped.nbytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutput:
+    """What one forward pass leaves."""
+
+    logits: Tensor  # [R, V] in the model's dtype
+    hidden: Tensor  # [T, hidden] after the final norm
+
+
 class ModelRunner:
     """One model and its memory on one device."""
 
@@ -76,7 +86,7 @@ class ModelRunner:
         self.backend = select_backend(
             attention_backend, device, shape.dtype, block_size, shape.head_dim
         )
-        self._image_cache = ImageCache(image_cache_bytes)
+        self.image_cache = ImageCache(image_cache_bytes)
 
     @property
     def rope_layout(self) -> RopeLayout:
@@ -92,48 +102,63 @@ class ModelRunner:
         return ForwardBatch.build(mode, self.rope_layout, spans, self.limits, self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, images: Sequence[Sequence[ImageInput]] = ()) -> Tensor:
-        """Run one step and return the logits of its logit rows.
+    def forward(
+        self, batch: ForwardBatch, media: Sequence[Sequence[MediaInput]] = ()
+    ) -> StepOutput:
+        """Run one step.
 
         Args:
             batch: Built by this runner.
-            images: Each sequence's images, in the batch's order; empty when every token of the
-                step lies after its prompt.
-
-        Returns:
-            # [R, V] in the model's dtype
+            media: Each sequence's images and videos, in the batch's order; empty when every token
+                of the step lies after its prompt.
         """
-        embeddings = self.adapter.embed(batch.input_ids)
-        if self.adapter.takes_images and any(images):
-            embeddings = self._with_images(embeddings, batch, images)
+        step = self.stack_input(batch, media)
         context = PagedContext(batch.attention, self._pool, self.backend)
-        hidden = self.adapter.hidden_states(embeddings, batch.rope_positions, context)
+        hidden = self.adapter.hidden_states(step, context)
         logits = self.adapter.logits(hidden[batch.logit_rows])
         # A host-side check: a library that changed its ways shows here, in the warm-up.
         if logits.shape != (len(batch.logit_rows), self.limits.vocab_size):
             raise BatchInfoError(f"the model returned logits of shape {tuple(logits.shape)}")
-        return logits
+        return StepOutput(logits, hidden)
 
-    def _with_images(
-        self, embeddings: Tensor, batch: ForwardBatch, images: Sequence[Sequence[ImageInput]]
-    ) -> Tensor:
-        """Put the image rows that fall into this step's chunks in their places."""
-        row = 0
+    def stack_input(self, batch: ForwardBatch, media: Sequence[Sequence[MediaInput]]) -> StackInput:
+        """Embed a step's tokens, images and video in their places."""
+        embeddings = self.adapter.embed(batch.input_ids)
+        visual = None
+        if self.adapter.takes_images and any(media):
+            visual = self._visual_rows(batch, media)
+        if visual is not None:
+            embeddings = self.adapter.place(embeddings, visual)
+        return StackInput(embeddings, batch.rope_positions, visual)
+
+    def _visual_rows(
+        self, batch: ForwardBatch, media: Sequence[Sequence[MediaInput]]
+    ) -> VisualRows | None:
+        """Collect the image and video rows that fall into this step's chunks."""
+        rows: list[Tensor] = []
+        features: list[Tensor] = []
         meta = batch.attention
-        for q_len, end, of_sequence in zip(meta.q_lens, meta.kv_lens_cpu, images, strict=True):
+        offset = 0  # row of the sequence's token 0
+        for q_len, end, of_sequence in zip(meta.q_lens, meta.kv_lens_cpu, media, strict=True):
             start = end - q_len
-            for image in of_sequence:
-                first, last = max(image.start, start), min(image.end, end)
-                if first < last:
-                    rows = slice(row + first - start, row + last - start)
-                    embedding = self._embed_image(image)
-                    embeddings[rows] = embedding[first - image.start : last - image.start]
-            row += q_len
-        return embeddings
+            offset -= start
+            for item in of_sequence:
+                done = 0  # of the item's tokens, in earlier runs
+                for run_start, run_end in item.runs:
+                    first, last = max(run_start, start), min(run_end, end)
+                    if first < last:
+                        rows.append(torch.arange(offset + first, offset + last))
+                        part = slice(done + first - run_start, done + last - run_start)
+                        features.append(self._features(item)[part])
+                    done += run_end - run_start
+            offset += end
+        if not rows:
+            return None
+        return VisualRows(torch.cat(rows).to(self.device), torch.cat(features))
 
-    def _embed_image(self, image: ImageInput) -> Tensor:
-        embedding = self._image_cache.get(image.content_hash)
-        if embedding is None:
-            embedding = self.adapter.embed_image(image).to(self.adapter.dtype)
-            self._image_cache.put(image.content_hash, embedding)
-        return embedding
+    def _features(self, media: MediaInput) -> Tensor:
+        features = self.image_cache.get(media.content_hash)
+        if features is None:
+            features = self.adapter.embed_media(media).to(self.adapter.dtype)
+            self.image_cache.put(media.content_hash, features)
+        return features

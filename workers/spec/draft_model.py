@@ -121,12 +121,12 @@ class DraftModelDrafter:
 
     def _run_extend(self, items: list[tuple[int, SequenceSpan]], tasks: Seq[DraftTask]) -> _Pass:
         sequences = [tasks[number].seq for number, _ in items]
-        images = [
-            seq.request.images if span.start < seq.prompt_len else ()
+        media = [
+            seq.request.media if span.start < seq.prompt_len else ()
             for seq, (_, span) in zip(sequences, items, strict=True)
         ]
         batch = self._runner.build(ForwardMode.DRAFT_EXTEND, [span for _, span in items])
-        logits = self._runner.forward(batch, images)
+        logits = self._runner.forward(batch, media).logits
         live = []
         for row, (seq, (number, span)) in enumerate(zip(sequences, items, strict=True)):
             seq.num_draft_computed_tokens = span.end
@@ -156,7 +156,7 @@ class DraftModelDrafter:
         """Run one draft-decode step for the kept places of `live`."""
         kept = [present.live[place] for place in keep]
         batch = present.batch.next_decode(input_ids, [item.row for item in kept])
-        logits = self._runner.forward(batch)
+        logits = self._runner.forward(batch).logits
         return _Pass(batch, logits, [item._replace(row=row) for row, item in enumerate(kept)])
 
     def _sample(self, present: _Pass, depth: int) -> SampledRows:

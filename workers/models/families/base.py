@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,10 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from workers.batch_info import RopeLayout, RopeTable
-from workers.contracts import ImageInput
+from workers.contracts import ImageInput, MediaInput
 from workers.errors import ModelLoadError
 from workers.kv.pool import KVShape
 from workers.models.paged import ATTENTION_NAME, PagedContext
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisualRows:
+    """The rows of a packed step that stand for images and video."""
+
+    rows: Tensor  # [n] int64, ascending
+    features: Tensor  # [n, feature width], as the adapter's `embed_media` made them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackInput:
+    """What a text stack runs on, beside the attention context."""
+
+    embeddings: Tensor  # [T, hidden], images in place
+    rope_positions: Tensor  # [T] or [3, T] int64
+    visual: VisualRows | None = None
 
 
 class ModelAdapter(ABC):
@@ -120,26 +138,32 @@ class ModelAdapter(ABC):
         embeddings: Tensor = self._model.get_input_embeddings()(input_ids)
         return embeddings
 
-    def hidden_states(
-        self, embeddings: Tensor, rope_positions: Tensor, context: PagedContext
-    ) -> Tensor:
+    def place(self, embeddings: Tensor, visual: VisualRows) -> Tensor:
+        """Return the embeddings with images and video in their rows.  # [T, hidden]."""
+        return embeddings.index_copy(0, visual.rows, visual.features)
+
+    def hidden_states(self, step: StackInput, context: PagedContext) -> Tensor:
         """Run the text stack over one packed row.
 
         Args:
-            embeddings: Images already in place.  # [T, hidden]
-            rope_positions: Of the batch.  # [T] or [3, T] int64
+            step: Embeddings and positions.
             context: The step's attention.
 
         Returns:
             After the final norm.  # [T, hidden]
         """
         hidden: Tensor = self.text_model(
-            inputs_embeds=embeddings.unsqueeze(0),
-            position_ids=self.position_ids(rope_positions),
+            inputs_embeds=step.embeddings.unsqueeze(0),
+            position_ids=self.position_ids(step.rope_positions),
             use_cache=False,
             attn_metadata=context,
+            **self.stack_keywords(step),
         ).last_hidden_state
         return hidden[0]
+
+    def stack_keywords(self, step: StackInput) -> dict[str, Any]:  # noqa: ARG002 - for families
+        """Return what a family's text stack wants beside embeddings and positions."""
+        return {}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the head.  # [R, hidden] -> [R, V]."""
@@ -149,13 +173,13 @@ class ModelAdapter(ABC):
     def rope_table(
         self,
         prompt_ids: Sequence[int],  # noqa: ARG002 - for families with mrope
-        images: Sequence[ImageInput],  # noqa: ARG002
+        media: Sequence[MediaInput],  # noqa: ARG002
     ) -> RopeTable | None:
         """Return the prompt's multimodal positions; None where positions are linear."""
         return None
 
-    def embed_image(self, image: ImageInput) -> Tensor:
-        """Run the vision tower over one image.  # [num_tokens, hidden].
+    def embed_media(self, media: MediaInput) -> Tensor:
+        """Run the vision tower over one image or video.  # [num_tokens, feature width].
 
         Raises:
             NotImplementedError: The family takes no images.

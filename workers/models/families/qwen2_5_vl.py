@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from workers.batch_info import RopeLayout, RopeTable
-from workers.contracts import ImageInput
+from workers.contracts import MediaInput
 from workers.models.families.base import ModelAdapter
 from workers.models.paged import ATTENTION_NAME
 
@@ -50,28 +50,28 @@ class Qwen25VLAdapter(ModelAdapter):
         return rope_positions.unsqueeze(1)
 
     def rope_table(
-        self, prompt_ids: Sequence[int], images: Sequence[ImageInput]
+        self, prompt_ids: Sequence[int], media: Sequence[MediaInput]
     ) -> RopeTable | None:
         """Return the whole prompt's positions; None for text, where the delta is 0."""
-        if not images:
+        if not media:
             return None
         # Where images stand is known from the request, not from ids: text may hold a pad id.
         kinds = torch.full((1, len(prompt_ids)), _TEXT, dtype=torch.int32)
-        for image in images:
+        for image in media:
             kinds[0, image.start : image.end] = _IMAGE
         positions, delta = self._model.model.get_rope_index(
             torch.tensor([list(prompt_ids)]),
             mm_token_type_ids=kinds,
-            image_grid_thw=torch.tensor([image.grid_thw for image in images]),
+            image_grid_thw=torch.tensor([image.grid_thw for image in media]),
         )
         return RopeTable(prompt=positions[:, 0].to(torch.int64), delta=int(delta[0, 0]))
 
-    def embed_image(self, image: ImageInput) -> Tensor:
+    def embed_media(self, media: MediaInput) -> Tensor:
         """See `ModelAdapter`."""
         device = self._model.device
         features = self._model.model.get_image_features(
-            torch.from_numpy(image.pixel_values).to(device, self.dtype),
-            torch.tensor([image.grid_thw], device=device),
+            torch.from_numpy(media.pixel_values).to(device, self.dtype),
+            torch.tensor([media.grid_thw], device=device),
             return_dict=True,
         ).pooler_output
         embedding: Tensor = features[0]
