@@ -53,10 +53,13 @@ class Ingress:
 def load_prompts(config: ServingConfig) -> PromptBuilder:
     """Load what turns bodies into token ids; text-only models have no image processor."""
     # Here, since whoever builds the application imports this module, and needs no transformers.
-    from serving.processor import ImageProcessor
+    from serving.processor import ImageProcessor, load_videos
     from serving.tokenizer import ServingTokenizer
 
     tokenizer = ServingTokenizer.load(config.path, config.revision)
     has_images = tokenizer.image_token_id is not None
     processor = ImageProcessor.load(config.path, config.revision) if has_images else None
-    return PromptBuilder(tokenizer, processor, config.images)
+    videos = None
+    if has_images:
+        videos = load_videos(tokenizer.model_type, config.path, config.revision)
+    return PromptBuilder(tokenizer, processor, config.images, videos=videos)

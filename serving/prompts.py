@@ -1,8 +1,8 @@
 """From a validated body to a request in token ids.
 
-Owns the mapping of OpenAI's parameters to `SamplingParams`, the loading of a request's images
-and the expansion of their placeholders. Knows no workers and no HTTP. Invariants: the seed is
-always set; every image has its placeholders, and every placeholder its image.
+Owns the mapping of OpenAI's parameters to `SamplingParams` and the loading of a request's images
+and videos. Knows no workers and no HTTP. Invariants: the seed is always set; images and frames are
+counted against the same limits, in their order in the body.
 """
 
 from __future__ import annotations
@@ -14,14 +14,26 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from serving.errors import UnsupportedParameter
 from serving.images import ImageLimits, load_image
-from serving.schema import ChatBody, CompletionBody, GenerationBody, ImagePart, Message
+from serving.placeholders import PlacedVideo, expand
+from serving.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    ImagePart,
+    Message,
+    Part,
+    TextPart,
+    VideoPart,
+)
 from serving.textstream import TextRequest
-from workers.contracts import GenerationRequest, ImageInput, SamplingParams
+from serving.videos import FoundVideo, VideoSupport, placeholder_text, stack_frames, time_stamps
+from workers.contracts import GenerationRequest, SamplingParams
 from workers.errors import InvalidRequest
 
 if TYPE_CHECKING:  # these load transformers, which only the ingress process needs
+    import numpy as np
+
     from serving.processor import ImageProcessor, ProcessedImage
     from serving.tokenizer import ServingTokenizer
 
@@ -39,6 +51,13 @@ class FoundImage(NamedTuple):
     param: str
 
 
+class LoadedMedia(NamedTuple):
+    """A request's images and videos, each in their order."""
+
+    images: Sequence[ProcessedImage] = ()
+    videos: Sequence[PlacedVideo] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptBuilder:
     """Builds requests for one model."""
@@ -51,27 +70,29 @@ class PromptBuilder:
     image_executor: Executor = field(
         default_factory=lambda: ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="images")
     )
+    # None for a model that takes none.
+    videos: VideoSupport | None = None
 
     async def chat(self, body: ChatBody, request_id: str) -> TextRequest:
         """Build a chat request; templates and images run in threads, off the event loop."""
         if not self.tokenizer.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        images: list[ProcessedImage] = []
-        found = self._find_images(body.messages)
+        media = LoadedMedia()
+        found = self._find_media(body.messages)
         if found:
             loop = asyncio.get_running_loop()
-            images = await loop.run_in_executor(self.image_executor, self._load_images, found)
-        return await asyncio.to_thread(self._chat, body, request_id, images)
+            media = await loop.run_in_executor(self.image_executor, self._load_media, found)
+        return await asyncio.to_thread(self._chat, body, request_id, media)
 
     async def completion(self, body: CompletionBody, request_id: str) -> TextRequest:
         """Build a completion request."""
         return await asyncio.to_thread(self._completion, body, request_id)
 
-    def _chat(self, body: ChatBody, request_id: str, images: list[ProcessedImage]) -> TextRequest:
+    def _chat(self, body: ChatBody, request_id: str, media: LoadedMedia) -> TextRequest:
         messages = [_as_template_message(message) for message in body.messages]
         ids = self.tokenizer.encode_chat(messages)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return self._finish(body, request_id, ids, images, max_tokens)
+        return self._finish(body, request_id, ids, media, max_tokens)
 
     def _completion(self, body: CompletionBody, request_id: str) -> TextRequest:
         prompt = body.prompt[0] if isinstance(body.prompt, list) else body.prompt
@@ -81,27 +102,27 @@ class PromptBuilder:
             ids = [int(token_id) for token_id in body.prompt]
             self._check_ids(ids, "prompt")
         max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
-        return self._finish(body, request_id, ids, [], max_tokens)
+        return self._finish(body, request_id, ids, LoadedMedia(), max_tokens)
 
     def _finish(
         self,
         body: GenerationBody,
         request_id: str,
         ids: list[int],
-        images: list[ProcessedImage],
+        media: LoadedMedia,
         max_tokens: int | None,
     ) -> TextRequest:
         if not ids:
             raise InvalidRequest("the prompt has no tokens", "prompt")
         self._check_ids(body.stop_token_ids or [], "stop_token_ids")
-        if self.tokenizer.video_token_id in ids:
-            raise UnsupportedParameter("the prompt has a video placeholder; video is not supported")
-        expanded, inputs = expand_images(ids, images, self.tokenizer.image_token_id)
+        pads = (self.tokenizer.image_token_id, self.tokenizer.video_token_id)
+        prompt = expand(ids, *media, *pads)
         request = GenerationRequest(
             request_id=request_id,
-            prompt_ids=expanded,
+            prompt_ids=prompt.ids,
             sampling=to_sampling(body, max_tokens),
-            images=inputs,
+            images=prompt.images,
+            videos=prompt.videos,
         )
         return TextRequest(request, body.stops)
 
@@ -112,30 +133,68 @@ class PromptBuilder:
                 accepted = f"token ids are below {self.tokenizer.vocab_size}"
                 raise InvalidRequest(f"{name}: {token_id} is no token; {accepted}", name)
 
-    def _find_images(self, messages: Sequence[Message]) -> list[FoundImage]:
-        found = [
-            FoundImage(part.image_url.url, f"messages[{m}].content[{p}].image_url")
-            for m, message in enumerate(messages)
-            if isinstance(message.content, list)
-            for p, part in enumerate(message.content)
-            if isinstance(part, ImagePart)
-        ]
+    def _find_media(self, messages: Sequence[Message]) -> list[FoundImage | FoundVideo]:
+        """Return images and videos in order, after the checks that need no pixels."""
+        found: list[FoundImage | FoundVideo] = []
+        for m, message in enumerate(messages):
+            if isinstance(message.content, str):
+                continue
+            for p, part in enumerate(message.content):
+                place = f"messages[{m}].content[{p}]"
+                if isinstance(part, ImagePart):
+                    found.append(FoundImage(part.image_url.url, f"{place}.image_url"))
+                elif isinstance(part, VideoPart):
+                    found.append(FoundVideo(part.video, part.fps, f"{place}.video"))
         if found and (self.processor is None or self.tokenizer.image_token_id is None):
             raise InvalidRequest("this model takes text only", found[0].param)
-        if len(found) > self.limits.max_images:
-            at_most = f"{len(found)} images; at most {self.limits.max_images} are accepted"
-            raise InvalidRequest(at_most, found[self.limits.max_images].param)
+        num_images = 0
+        for item in found:
+            if isinstance(item, FoundVideo):
+                self._video_support(item.param).require(item.param)
+            num_images += len(item.frames) if isinstance(item, FoundVideo) else 1
+            if num_images > self.limits.max_images:
+                at_most = f"at most {self.limits.max_images} are accepted"
+                what = "images and frames up to this part" if self.videos else "images"
+                raise InvalidRequest(f"{num_images} {what}; {at_most}", item.param)
         return found
 
-    def _load_images(self, found: Sequence[FoundImage]) -> list[ProcessedImage]:
+    def _video_support(self, param: str) -> VideoSupport:
+        if self.videos is None or self.tokenizer.video_token_id is None:
+            raise InvalidRequest(f"{param}: this model takes no videos", param)
+        return self.videos
+
+    def _load_media(self, found: Sequence[FoundImage | FoundVideo]) -> LoadedMedia:
         assert self.processor is not None
-        processed: list[ProcessedImage] = []
+        images: list[ProcessedImage] = []
+        videos: list[PlacedVideo] = []
         used_pixels = 0
-        for url, param in found:
-            image = load_image(url, param, self.limits, used_pixels)
-            used_pixels += image.width * image.height
-            processed.append(self.processor.process(image, param))
-        return processed
+        for item in found:
+            if isinstance(item, FoundImage):
+                image = load_image(item.url, item.param, self.limits, used_pixels)
+                used_pixels += image.width * image.height
+                images.append(self.processor.process(image, item.param))
+                continue
+            frames = []
+            for i, url in enumerate(item.frames):
+                frames.append(load_image(url, f"{item.param}[{i}]", self.limits, used_pixels))
+                used_pixels += frames[-1].width * frames[-1].height
+            videos.append(self._place_video(stack_frames(frames, item.param), item))
+        return LoadedMedia(images, videos)
+
+    def _place_video(self, frames: np.ndarray, found: FoundVideo) -> PlacedVideo:
+        """Process a video and encode what stands for it.  # frames [F, height, width, 3] uint8."""
+        support = self._video_support(found.param)
+        processor = support.require(found.param)
+        video = processor.process(frames, found.fps, found.param)
+        stamps = time_stamps(len(frames), found.fps, processor.frames_per_step)
+        if len(stamps) != video.grid_thw[0]:
+            raise InvalidRequest(
+                f"{found.param}: {len(frames)} frames became {video.grid_thw[0]} steps, not "
+                f"{len(stamps)}",
+                found.param,
+            )
+        text = placeholder_text(support.layout, self.tokenizer.video_pad, stamps)
+        return PlacedVideo(video, self.tokenizer.encode_control(text))
 
 
 def to_sampling(body: GenerationBody, max_tokens: int | None) -> SamplingParams:
@@ -164,47 +223,20 @@ def to_sampling(body: GenerationBody, max_tokens: int | None) -> SamplingParams:
     )
 
 
-def expand_images(
-    ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int | None
-) -> tuple[tuple[int, ...], tuple[ImageInput, ...]]:
-    """Replace each image's single placeholder by as many as the image has tokens."""
-    num_placeholders = 0 if image_token_id is None else sum(i == image_token_id for i in ids)
-    if num_placeholders != len(images):
-        raise InvalidRequest(
-            f"{len(images)} images supplied, {num_placeholders} placeholders found"
-        )
-    expanded: list[int] = []
-    inputs: list[ImageInput] = []
-    for token_id in ids:
-        if token_id != image_token_id:
-            expanded.append(token_id)
-            continue
-        image = images[len(inputs)]
-        inputs.append(
-            ImageInput(
-                pixel_values=image.pixel_values,
-                grid_thw=image.grid_thw,
-                content_hash=image.content_hash,
-                start=len(expanded),
-                num_tokens=image.num_tokens,
-            )
-        )
-        expanded.extend([token_id] * image.num_tokens)
-    return tuple(expanded), tuple(inputs)
-
-
 def _as_template_message(message: Message) -> dict[str, Any]:
     # Templates know the older name of the role only.
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, str):
         return {"role": role, "content": content}
-    if not any(isinstance(part, ImagePart) for part in content):
+    texts = [part.text for part in content if isinstance(part, TextPart)]
+    if len(texts) == len(content):
         # Text models' templates concatenate the content, so it must be a string.
-        texts = [part.text for part in content if not isinstance(part, ImagePart)]
         return {"role": role, "content": "".join(texts)}
-    parts = [
-        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-        for part in content
-    ]
-    return {"role": role, "content": parts}
+    return {"role": role, "content": [_as_template_part(part) for part in content]}
+
+
+def _as_template_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}

@@ -28,6 +28,9 @@ MAX_STOP_IDS = 64
 MAX_MESSAGES = 4096
 # Of one message.
 MAX_PARTS = 4096
+# Time stamps and positions stay within what a prompt can hold.
+MIN_FPS = 0.01
+MAX_FPS = 240
 # As many prompts as OpenAI's API takes in one body.
 MAX_TEXTS = 2048
 # Beyond any model's context; the engine knows the model's own.
@@ -126,12 +129,40 @@ class ImagePart(Body):
     image_url: ImageUrl
 
 
+class VideoPart(Body):
+    """A video inside a message's content list, as frames of one size."""
+
+    type: Literal["video"]
+    video: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    # Frames a second; as Qwen's own client samples them unless told otherwise.
+    fps: Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)] = 2.0
+
+
+def _refuse_container(value: Any) -> Any:  # noqa: ARG001 - whatever it holds
+    raise PydanticCustomError(
+        "unsupported_parameter",
+        'video files are not decoded here; send the frames: {{"type": "video", "video": '
+        '["data:image/...", ...], "fps": 2.0}}',
+    )
+
+
+class VideoUrlPart(Body):
+    """A video file: known, and not decoded here."""
+
+    type: Literal["video_url"]
+    video_url: Annotated[Any, AfterValidator(_refuse_container)]
+
+
 Part = Annotated[
-    Annotated[TextPart, Tag("(text)")] | Annotated[ImagePart, Tag("(image_url)")],
+    Annotated[TextPart, Tag("(text)")]
+    | Annotated[ImagePart, Tag("(image_url)")]
+    | Annotated[VideoPart, Tag("(video)")]
+    | Annotated[VideoUrlPart, Tag("(video_url)")],
     Discriminator(
         _tag_by_type,
         custom_error_type="unsupported_parameter",
-        custom_error_message="content parts of this type are not supported: text or image_url",
+        custom_error_message="content parts of this type are not supported: text, image_url or "
+        "video",
     ),
 ]
 # Tags in parentheses are dropped from error paths: they are our names, not the client's.

@@ -88,7 +88,11 @@ class ServingTokenizer:
     """The tokenizer of one checkpoint; safe to use from several threads."""
 
     def __init__(
-        self, tokenizer: Any, image_token_id: int | None = None, video_token_id: int | None = None
+        self,
+        tokenizer: Any,
+        image_token_id: int | None = None,
+        video_token_id: int | None = None,
+        model_type: str = "",
     ) -> None:
         if not tokenizer.is_fast:
             raise ModelLoadError("only tokenizers with a tokenizer.json are supported")
@@ -105,6 +109,8 @@ class ServingTokenizer:
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.image_token_id = image_token_id
         self.video_token_id = video_token_id
+        # The model's family, as its config names it.
+        self.model_type = model_type
 
     @classmethod
     def load(cls, path: str, revision: str | None) -> Self:
@@ -112,14 +118,15 @@ class ServingTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
         values = config.to_dict()
-        return cls(tokenizer, values.get("image_token_id"), values.get("video_token_id"))
+        placeholders = (values.get("image_token_id"), values.get("video_token_id"))
+        return cls(tokenizer, *placeholders, config.model_type)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Render messages with the chat template and encode them, one placeholder per image.
+        """Render messages with the chat template; one placeholder for each image and video.
 
         Args:
             messages: `role` and `content`; content is a text or a list of `{"type": "text",
-                "text": ...}` and `{"type": "image"}`.
+                "text": ...}`, `{"type": "image"}` and `{"type": "video"}`.
         """
         escaper = SpecialTokenEscaper(self._special_tokens)
         escaped = [{**m, "content": _map_text(m["content"], escaper.escape)} for m in messages]
@@ -139,6 +146,16 @@ class ServingTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a raw prompt: special tokens in it count, and the model's own are added."""
         return _encode(self._backend, text, add_special_tokens=True)
+
+    def encode_control(self, text: str) -> list[int]:
+        """Encode text of ours as it stands inside a chat: special tokens in it count."""
+        return _encode(self._backend, text, add_special_tokens=False)
+
+    @property
+    def video_pad(self) -> str:
+        """The token that a template writes for a video; only where there is one."""
+        assert self.video_token_id is not None
+        return str(self._backend.id_to_token(self.video_token_id))
 
     @property
     def has_chat_template(self) -> bool:

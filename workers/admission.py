@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 
-from workers.contracts import GenerationRequest, ImageInput, SamplingParams
+from workers.contracts import GenerationRequest, MediaInput, SamplingParams, VideoInput
 from workers.errors import GenerationFailed, InvalidRequest, RequestError
 from workers.models.families import ModelAdapter
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.spec.drafter import Drafter
+
+# A day. Positions grow with it, and rope in float32 must still tell them apart.
+_MAX_SECONDS_PER_GRID = 86_400.0
 
 
 class Admission:
@@ -45,7 +48,7 @@ class Admission:
         sampling = request.sampling
         _check_sampling(sampling)
         self._check_ids(request)
-        self._check_images(request)
+        self._check_media(request)
         limit = self._scheduler.sequence_limit(len(request.prompt_ids), sampling.max_tokens)
         room = limit - len(request.prompt_ids) - len(request.emitted_ids)
         if room < 1:
@@ -77,24 +80,57 @@ class Admission:
             if ids and (min(ids) < 0 or max(ids) >= self._num_ids):
                 raise InvalidRequest(f"{name}: a token id is outside [0, {self._num_ids})", name)
 
-    def _check_images(self, request: GenerationRequest) -> None:
+    def _check_media(self, request: GenerationRequest) -> None:
         if request.images and not self._adapter.takes_images:
             raise InvalidRequest("this model takes no images", "messages")
-        end = 0
-        for image in request.images:
-            if image.start < end or image.end > len(request.prompt_ids):
-                raise InvalidRequest("images overlap or leave the prompt", "messages")
-            end = image.end
-            self._check_grid(image)
+        if request.videos and not self._adapter.takes_videos:
+            raise InvalidRequest("this model takes no videos", "messages")
+        for video in request.videos:
+            self._check_video(video)
+        first_free = 0
+        for item in request.media:
+            self._check_pixels(item)
+            is_video = isinstance(item, VideoInput)
+            pad = self._adapter.video_token_id if is_video else self._adapter.image_token_id
+            for start, end in item.runs:
+                # Runs that touch would be one: the positions of the second would be unknown.
+                if start < first_free or end > len(request.prompt_ids):
+                    raise InvalidRequest(
+                        "images and videos must stand in the prompt, in order, with text between",
+                        "messages",
+                    )
+                first_free = end + 1
+                # Elsewhere the id is text like any other.
+                found = request.prompt_ids[start:end].count(pad)
+                if found != end - start:
+                    raise InvalidRequest(
+                        f"{end - start} placeholders needed, {found} found", "messages"
+                    )
 
-    def _check_grid(self, image: ImageInput) -> None:
-        num_patches = math.prod(image.grid_thw)
+    def _check_video(self, video: VideoInput) -> None:
+        """Check what only a video has; its runs are read after this."""
+        num_runs = max(video.grid_thw[0], 1) if self._adapter.splits_videos else 1
+        if len(video.starts) != num_runs or video.num_tokens % num_runs:
+            raise InvalidRequest(
+                f"a video of {video.grid_thw[0]} steps has {len(video.starts)} runs of"
+                f" placeholders, the model takes {num_runs} of equal length",
+                "messages",
+            )
+        if not 0 < video.seconds_per_grid <= _MAX_SECONDS_PER_GRID:
+            raise InvalidRequest(
+                f"seconds_per_grid must be in (0, {_MAX_SECONDS_PER_GRID}]", "messages"
+            )
+
+    def _check_pixels(self, item: MediaInput) -> None:
+        """Check an image's or video's grid against its pixels and placeholders."""
+        num_patches = math.prod(item.grid_thw)
         merge = self._adapter.merge_size
-        _, h, w = image.grid_thw
-        if min(image.grid_thw) < 1 or h % merge or w % merge:
-            raise InvalidRequest(f"an image of {h} x {w} patches cannot be merged", "messages")
-        if len(image.pixel_values) != num_patches or image.num_tokens != num_patches // merge**2:
-            raise InvalidRequest("an image's pixels or placeholders do not match its size")
+        _, h, w = item.grid_thw
+        if min(item.grid_thw) < 1 or h % merge or w % merge:
+            raise InvalidRequest(f"a picture of {h} x {w} patches cannot be merged", "messages")
+        has_pixels = item.pixel_values.shape == (num_patches, self._adapter.patch_dim)
+        if not has_pixels or item.num_tokens != num_patches // merge**2:
+            raise InvalidRequest("pixels or placeholders do not match the size", "messages")
 
 
 def _check_sampling(sampling: SamplingParams) -> None:

@@ -74,6 +74,8 @@ class SequenceSpan:
     rope: RopeTable | None = None
     # The last n tokens get logits.
     num_logit_rows: int = 1
+    # Slot of the recurrent state after `start` tokens, in models that have one; -1 = none yet.
+    state_source: int = -1
 
     @property
     def end(self) -> int:
@@ -118,6 +120,8 @@ class ForwardBatch:
     attention: AttentionMetadata
     # Slots in each sequence's own blocks, on the host.
     capacities: tuple[int, ...]
+    # Each span's `state_source`.
+    state_sources: tuple[int, ...]
     limits: BatchLimits
 
     @classmethod
@@ -170,6 +174,7 @@ class ForwardBatch:
             logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             attention=attention,
             capacities=tuple(len(s.block_table) * limits.block_size for s in spans),
+            state_sources=tuple(span.state_source for span in spans),
             limits=limits,
         )
 
@@ -215,6 +220,7 @@ class ForwardBatch:
             logit_rows=rows,
             attention=attention,
             capacities=capacities,
+            state_sources=tuple(self.state_sources[i] for i in keep),
         )
 
 

@@ -12,12 +12,17 @@ from dataclasses import dataclass, field
 from workers.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-METHODS = ("none", "draft_model")
+METHODS = ("none", "draft_model", "ngram", "nextn")
 
 
 def _at_least(key: str, value: float, minimum: float) -> None:
     if value < minimum:
         raise ConfigError(key, value, f"must be at least {minimum}")
+
+
+def _at_most(key: str, value: float, maximum: float) -> None:
+    if value > maximum:
+        raise ConfigError(key, value, f"must be at most {maximum}")
 
 
 def _one_of(key: str, value: str, accepted: tuple[str, ...]) -> None:
@@ -57,6 +62,9 @@ class CacheConfig:
     prefix_caching: bool = True
     # Image embeddings kept for reuse, per model.
     image_cache_bytes: int = 256 * 1024**2
+    # Recurrent states kept for reuse, in models with linear attention, and tokens between them.
+    state_cache_bytes: int = 256 * 1024**2
+    state_interval: int = 256
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -66,6 +74,13 @@ class CacheConfig:
             _at_least("cache.num_blocks", self.num_blocks, 1)
         _at_least("cache.memory_bytes", self.memory_bytes, 1)
         _at_least("cache.image_cache_bytes", self.image_cache_bytes, 0)
+        _at_least("cache.state_cache_bytes", self.state_cache_bytes, 0)
+        if self.state_interval < 1 or self.state_interval % self.block_size:
+            raise ConfigError(
+                "cache.state_interval",
+                self.state_interval,
+                f"must be a multiple of cache.block_size ({self.block_size})",
+            )
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ConfigError(
                 "cache.gpu_memory_fraction", self.gpu_memory_fraction, "must be in (0, 1]"
@@ -105,14 +120,21 @@ class SpeculationConfig:
     draft: ModelConfig | None = None
     # Drafts per sequence and step.
     num_draft_tokens: int = 4
+    # Tokens that must recur for `ngram` to draft what followed them: the longest is tried first.
+    ngram_max: int = 4
+    ngram_min: int = 2
 
     def __post_init__(self) -> None:
         """Check the ranges and that the method has its model."""
         _one_of("speculation.method", self.method, METHODS)
         _at_least("speculation.num_draft_tokens", self.num_draft_tokens, 1)
+        # With the token before them they are one short run of linear attention.
+        _at_most("speculation.num_draft_tokens", self.num_draft_tokens, 63)
         if self.method == "draft_model" and self.draft is None:
             raise ConfigError("speculation.draft", None, "method draft_model needs a draft model")
-        if self.method == "none" and self.draft is not None:
+        _at_least("speculation.ngram_min", self.ngram_min, 1)
+        _at_least("speculation.ngram_max", self.ngram_max, self.ngram_min)
+        if self.method != "draft_model" and self.draft is not None:
             raise ConfigError(
                 "speculation.draft", self.draft.path, "is loaded by method draft_model only"
             )

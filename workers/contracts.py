@@ -214,6 +214,8 @@ class WorkerInfo:
     block_size: int
     device: str
     dtype: str
+    # Recurrent state of one running sequence, for models with linear attention.
+    state_bytes: int = 0
 
 
 @pickled_by_name

@@ -20,9 +20,10 @@ from workers.config import EngineConfig
 from workers.contracts import EngineStats, FinishReason, GenerationRequest, TokenDelta, WorkerInfo
 from workers.errors import GenerationFailed, InvalidRequest, RequestError
 from workers.kv.block_manager import BlockManager
+from workers.kv.state_slots import StateSlots
 from workers.models.device import is_device_lost
 from workers.models.runner import ModelRunner
-from workers.scheduler import Batch, Scheduler
+from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.spec.drafter import Drafter, DraftStage, DraftTask
 from workers.stats import StatsRecorder
@@ -50,13 +51,28 @@ class Engine:
         *,
         num_ids: int,
         drafter: Drafter | None = None,
+        states: StateSlots | None = None,
     ) -> None:
+        """Put the parts together.
+
+        Args:
+            config: The settings.
+            runner: The target.
+            num_ids: Ids that are tokens.
+            drafter: None = plain decoding.
+            states: For a target with linear attention, as many slots as the runner's.
+        """
         self.config = config
         self._runner = runner
         self._drafter = drafter
-        self._target = Target(runner, num_ids)
+        keep_hidden = drafter is not None and drafter.needs_hidden
+        self._target = Target(runner, num_ids, keep_hidden)
         self.blocks = BlockManager(
-            runner.limits.num_blocks, runner.limits.block_size, config.cache.prefix_caching
+            runner.limits.num_blocks,
+            runner.limits.block_size,
+            config.cache.prefix_caching,
+            states=states,
+            lookahead=int(keep_hidden),
         )
         self.scheduler = Scheduler(config.scheduler, self.blocks, runner.adapter.max_positions)
         self._admission = Admission(runner.adapter, num_ids, self.scheduler, drafter)
@@ -72,6 +88,7 @@ class Engine:
     def info(self, worker_id: str) -> WorkerInfo:
         """Describe the worker."""
         speculation = self.config.speculation
+        states = self._runner.states
         return WorkerInfo(
             worker_id=worker_id,
             model_id=self.config.model_id,
@@ -84,6 +101,7 @@ class Engine:
             block_size=self.blocks.block_size,
             device=str(self._runner.device),
             dtype=str(self._runner.adapter.dtype).removeprefix("torch."),
+            state_bytes=0 if states is None else states.shape.state_bytes,
         )
 
     def stats(self) -> EngineStats:
@@ -129,17 +147,27 @@ class Engine:
             return result
         start = time.perf_counter()
         outcomes = self._target.run(batch.scheduled)
+        if self.blocks.states is not None:
+            for item in batch.scheduled:
+                self.blocks.states.written(item.seq)
         self.recorder.target_step(time.perf_counter() - start)
         for outcome in outcomes:
             self._settle(outcome, result)
         if self._drafter is not None:
             start = time.perf_counter()
-            self._draft(self._drafter, batch)
+            self._draft(self._drafter, outcomes)
             self.recorder.draft_step(time.perf_counter() - start)
         for item in batch.scheduled:
             if not item.seq.is_finished:
                 self.scheduler.publish(item.seq)
+                self._keep_state(item.seq)
         return result
+
+    def _keep_state(self, seq: Sequence) -> None:
+        """Copy the sequence's recurrent state where a later request may start from it."""
+        slot = self.blocks.checkpoint(seq)
+        if slot is not None and self._runner.states is not None:
+            self._runner.states.copy(seq.state_slot, slot)
 
     def _settle(self, outcome: Outcome, result: StepResult) -> None:
         """Apply what a sequence got out of the target's step, and tell its client."""
@@ -171,12 +199,12 @@ class Engine:
             del self._sequences[seq.request_id]
             self.recorder.finished(seq.finish_reason)
 
-    def _draft(self, drafter: Drafter, batch: Batch) -> None:
+    def _draft(self, drafter: Drafter, outcomes: Seq[Outcome]) -> None:
         """Let the drafter follow the step; whatever goes wrong costs the next step its drafts."""
         tasks = [
-            DraftTask(seq, self._num_drafts(seq))
-            for seq in (item.seq for item in batch.scheduled)
-            if not seq.is_finished and seq.may_draft
+            DraftTask(seq, self._num_drafts(seq), outcome.hidden)
+            for outcome in outcomes
+            if not (seq := outcome.item.seq).is_finished and seq.may_draft
         ]
         if not tasks:
             return

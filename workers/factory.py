@@ -17,10 +17,12 @@ from workers.config import CacheConfig, EngineConfig
 from workers.contracts import GenerationRequest, SamplingParams
 from workers.engine import Engine
 from workers.errors import ConfigError, ModelLoadError
+from workers.kv.linear_state import LinearShape
 from workers.kv.pool import KVShape
+from workers.kv.state_slots import StateSlots
 from workers.models.families import ModelAdapter
 from workers.models.loader import load_model, resolve_device
-from workers.models.runner import ModelRunner
+from workers.models.runner import ImageCache, ModelRunner
 from workers.spec.registry import load_drafter
 
 logger = logging.getLogger(__name__)
@@ -39,20 +41,26 @@ def build_engine(config: EngineConfig) -> Engine:
     target = load_model(config.target, device)
     source = load_drafter(config, target, device)
     shapes = [target.adapter.kv_shape]
+    linear = target.adapter.linear_shape
     if source is not None and source.kv_shape is not None:
         shapes.append(source.kv_shape)
     workspace = workspace_bytes(config, target.adapter.vocab_size)
-    num_blocks = count_blocks(config.cache, shapes, device, workspace)
+    if linear is not None:
+        workspace += config.cache.state_cache_bytes
+    running_states = 0 if linear is None else config.scheduler.max_running * linear.state_bytes
+    num_blocks = count_blocks(config.cache, shapes, device, workspace, running_states)
+    states = None if linear is None else make_state_slots(config, linear, num_blocks)
     runner = ModelRunner(
         target.adapter,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         device=device,
         attention_backend=config.attention_backend,
-        image_cache_bytes=config.cache.image_cache_bytes,
+        num_state_slots=0 if states is None else states.num_slots,
+        image_cache=ImageCache(config.cache.image_cache_bytes),
     )
-    drafter = None if source is None else source.place(num_blocks)
-    engine = Engine(config, runner, num_ids=target.num_ids, drafter=drafter)
+    drafter = None if source is None else source.place(runner)
+    engine = Engine(config, runner, num_ids=target.num_ids, drafter=drafter, states=states)
     _warm_up(engine, target.adapter)
     logger.info("engine ready: %d blocks of %d tokens", num_blocks, config.cache.block_size)
     return engine
@@ -69,8 +77,37 @@ def workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
     return 4 * rows * vocab_size * torch.float32.itemsize
 
 
+def make_state_slots(config: EngineConfig, linear: LinearShape, num_blocks: int) -> StateSlots:
+    """Return the slots of recurrent state: one a running sequence, and what the cache holds."""
+    cache = config.cache
+    num_checkpoints = 0
+    if cache.prefix_caching:
+        # More than the blocks' tokens can reach would never be found again.
+        reachable = num_blocks * cache.block_size // cache.state_interval
+        num_checkpoints = min(cache.state_cache_bytes // linear.state_bytes, reachable)
+        if num_checkpoints == 0:
+            logger.warning(
+                "no prefix is reused: cache.state_cache_bytes (%d) holds no recurrent state of %d"
+                " bytes, or all blocks together fewer tokens than cache.state_interval (%d)",
+                cache.state_cache_bytes,
+                linear.state_bytes,
+                cache.state_interval,
+            )
+    logger.info(
+        "recurrent state: %d bytes a sequence, %d sequences and %d checkpoints",
+        linear.state_bytes,
+        config.scheduler.max_running,
+        num_checkpoints,
+    )
+    return StateSlots(config.scheduler.max_running, num_checkpoints, cache.state_interval)
+
+
 def count_blocks(
-    cache: CacheConfig, shapes: Iterable[KVShape], device: torch.device, workspace: int = 0
+    cache: CacheConfig,
+    shapes: Iterable[KVShape],
+    device: torch.device,
+    workspace: int = 0,
+    running_states: int = 0,
 ) -> int:
     """Return how many blocks the settings allow.
 
@@ -78,7 +115,8 @@ def count_blocks(
         cache: The settings.
         shapes: Every model's.
         device: On CUDA its free memory counts, else `cache.memory_bytes`.
-        workspace: Bytes of a CUDA device to leave for the steps.
+        workspace: Bytes of a CUDA device to leave for the steps and for cached states.
+        running_states: Bytes of the running sequences' recurrent states, taken from the same.
 
     Raises:
         ConfigError: Not even one.
@@ -91,6 +129,7 @@ def count_blocks(
         available = int(free - total * (1 - cache.gpu_memory_fraction)) - workspace
     else:
         available = cache.memory_bytes
+    available -= running_states
     if available < block_bytes:
         raise ConfigError(
             "cache", f"{available} bytes", f"must hold at least one block of {block_bytes} bytes"

@@ -60,6 +60,8 @@ class Scheduler:
         # Prompt tokens found in the prefix cache, over all first admissions.
         self.num_cached_tokens = 0
         self._num_stalled_passes = 0
+        # Tokens between kept states of a model with linear attention; 0 = none are kept.
+        self._state_interval = 0 if blocks.states is None else blocks.states.interval
 
     @property
     def has_work(self) -> bool:
@@ -154,6 +156,10 @@ class Scheduler:
         limit = max_drafts if wanted is None else min(max_drafts, wanted)
         # The step also emits a bonus token, for which the sequence needs room.
         limit = min(limit, seq.max_len - seq.num_tokens - 1)
+        if self._state_interval:
+            # A step that ran past a checkpoint's place would leave none there.
+            done = seq.num_computed_tokens % self._state_interval
+            limit = min(limit, self._state_interval - done - 1)
         while limit > 0 and not self._blocks.grow(seq, seq.num_tokens + limit):
             limit -= 1
         return max(limit, 0)
@@ -203,7 +209,7 @@ class Scheduler:
 
     def _schedule_chunks(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> int:
         for seq in [seq for seq in self.running if seq.num_uncomputed > 1]:
-            num_new = min(seq.num_uncomputed, self._config.max_chunk_tokens, budget)
+            num_new = self._chunk_len(seq, budget)
             if num_new == 0 or seq.status is not SequenceStatus.RUNNING:
                 continue
             scheduled[seq] = ScheduledSequence(seq, num_new)
@@ -221,9 +227,19 @@ class Scheduler:
                 seq.num_cached_tokens = min(seq.num_computed_tokens, seq.prompt_len)
                 self.num_cached_tokens += seq.num_cached_tokens
             seq.status = SequenceStatus.RUNNING
-            num_new = min(seq.num_uncomputed, self._config.max_chunk_tokens, budget)
+            num_new = self._chunk_len(seq, budget)
             scheduled[seq] = ScheduledSequence(seq, num_new)
             budget -= num_new
+
+    def _chunk_len(self, seq: Sequence, budget: int) -> int:
+        """Return how many known tokens the sequence runs; a chunk ends where a state is kept."""
+        num_new = min(seq.num_uncomputed, self._config.max_chunk_tokens, budget)
+        if self._state_interval:
+            end = seq.num_computed_tokens + num_new
+            aligned = end - end % self._state_interval
+            if aligned > seq.num_computed_tokens:
+                return aligned - seq.num_computed_tokens
+        return num_new
 
     def _make_room(
         self, seq: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]

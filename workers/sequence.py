@@ -33,7 +33,7 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One request while the engine works on it."""
 
@@ -59,6 +59,10 @@ class Sequence:
     # Waiting for verification.
     draft_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
+    # Models with linear attention: its own slot, and the slot that holds the state after
+    # `num_computed_tokens` tokens; -1 = it begins at its first token.
+    state_slot: int = -1
+    state_source: int = -1
     # Chain hash of each full block so far; grows with the tokens, survives preemption.
     block_hashes: list[bytes] = field(default_factory=list)
     # Leading blocks already offered to the prefix cache.

@@ -1,16 +1,16 @@
-"""Measurement: answers and acceptance of a pair on held-out prompts, with plain transformers.
+"""Measurement: answers and acceptance on held-out prompts, with plain transformers.
 
-Owns draft-then-verify decoding over the library's own cache, and the counts made from it. Knows
-nothing of the serving engine, which it must not share code with: its numbers are an independent
-reference. Invariant: the tokens `speculate` returns are the target's greedy continuation, whatever
-the draft proposes.
+Owns draft-then-verify decoding, the pair's decoder over the library's own cache, and the counts
+made from both. Knows nothing of the serving engine, which it must not share code with: its numbers
+are an independent reference. Invariant: the tokens that `run_rounds` returns are the verifier's
+greedy continuation, whatever is proposed.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from transformers import (
@@ -23,7 +23,9 @@ from deploy.demo import tasks
 from deploy.demo.batches import Batch, Encoder, collate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import nn
 
 NUM_DRAFT_TOKENS: Final = 4
 MAX_NEW_TOKENS: Final = 128
@@ -53,7 +55,7 @@ class KindScore:
 
     prompts: int = 0
     exact: int = 0
-    draft_exact: int = 0  # prompts that the draft alone answers rightly
+    draft_exact: int | None = None  # prompts that the draft alone answers rightly, if it can
     tokens: int = 0
     proposed: int = 0
     accepted: int = 0
@@ -62,20 +64,64 @@ class KindScore:
         """Add another score's counts."""
         self.prompts += other.prompts
         self.exact += other.exact
-        self.draft_exact += other.draft_exact
+        if other.draft_exact is not None:
+            self.draft_exact = (self.draft_exact or 0) + other.draft_exact
         self.tokens += other.tokens
         self.proposed += other.proposed
         self.accepted += other.accepted
 
     def summary(self) -> dict[str, float]:
         """Give the ratios for a report."""
+        alone = {}
+        if self.draft_exact is not None:
+            alone["draft_exact"] = round(self.draft_exact / self.prompts, 4)
         return {
             "prompts": self.prompts,
             "exact": round(self.exact / self.prompts, 4),
-            "draft_exact": round(self.draft_exact / self.prompts, 4),
+            **alone,
             "tokens_per_answer": round(self.tokens / self.prompts, 1),
             "acceptance_rate": round(self.accepted / max(self.proposed, 1), 4),
         }
+
+
+class Verifier(Protocol):
+    """One sequence of the model whose tokens count."""
+
+    @property
+    def length(self) -> int:
+        """Count the tokens read."""
+
+    def prefill(self, batch: Batch) -> int:
+        """Read a prompt, pictures included, and return the token that follows."""
+
+    def extend(self, token_ids: Sequence[int]) -> list[int]:
+        """Read tokens and return what follows each of them."""
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+
+
+class Proposer(Protocol):
+    """Drafts for one sequence."""
+
+    def propose(self, output: Sequence[int]) -> list[int]:
+        """Guess what follows an output, of which the verifier has read all but the last token.
+
+        There is no guess behind an end token, as in an engine.
+        """
+
+
+class Answerer(Protocol):
+    """A way to answer prompts by speculation."""
+
+    num_draft_tokens: int
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Give what was trained, by its name in the report."""
+
+    def answer(self, prompt: Batch, max_new_tokens: int) -> tuple[Speculation, Speculation | None]:
+        """Answer a prompt by speculation and, where the draft is a whole model, by it alone."""
 
 
 class GreedyDecoder:
@@ -123,24 +169,22 @@ class GreedyDecoder:
 
 
 @torch.inference_mode()
-def speculate(
-    target: Qwen2_5_VLForConditionalGeneration,
-    draft: Qwen2_5_VLForConditionalGeneration,
-    prompt: Batch,
-    max_new_tokens: int = MAX_NEW_TOKENS,
+def run_rounds(
+    verifier: Verifier, proposer: Proposer, output: list[int], end: int, max_new_tokens: int
 ) -> Speculation:
-    """Decode one prompt greedily by rounds of drafting and verifying (arXiv 2211.17192).
+    """Decode greedily by rounds of drafting and verifying (arXiv 2211.17192).
 
-    The draft stops proposing after its own end token, as an engine would.
+    Args:
+        verifier: Has read the prompt and no more.
+        proposer: Of the same sequence.
+        output: The first token, which follows the prompt; extended.
+        end: The token behind which an answer stops.
+        max_new_tokens: Where it stops at the latest.
     """
-    end = int(target.config.text_config.eos_token_id)
-    verifier, proposer = GreedyDecoder(target), GreedyDecoder(draft)
-    output = [verifier.prefill(prompt)]
-    proposer.prefill(prompt)
     start = verifier.length
     proposed = accepted = 0
     while output[-1] != end and len(output) < max_new_tokens:
-        drafts = _propose(proposer, output[proposer.length - start :], end)
+        drafts = proposer.propose(output)
         following = verifier.extend([output[-1], *drafts])
         run = 0
         while run < len(drafts) and drafts[run] == following[run]:
@@ -151,24 +195,62 @@ def speculate(
         if end in output:
             del output[output.index(end) + 1 :]
         verifier.crop(start + len(output) - 1)
-        proposer.crop(start + len(output) - 1)
     return Speculation(tuple(output[:max_new_tokens]), proposed, accepted)
 
 
-def _propose(proposer: GreedyDecoder, unread: list[int], end: int) -> list[int]:
-    drafts = [proposer.extend(unread)[-1]]
-    while len(drafts) < NUM_DRAFT_TOKENS and drafts[-1] != end:
-        drafts.append(proposer.extend(drafts[-1:])[-1])
-    return drafts
+class DraftProposer:
+    """Drafts of a smaller model."""
+
+    def __init__(self, draft: Qwen2_5_VLForConditionalGeneration, prompt: Batch, end: int) -> None:
+        self._decoder = GreedyDecoder(draft)
+        self._decoder.prefill(prompt)
+        self._start = self._decoder.length
+        self._end = end
+
+    def propose(self, output: Sequence[int]) -> list[int]:
+        """Read what the draft has not seen, then go on alone."""
+        decoder = self._decoder
+        decoder.crop(self._start + len(output) - 1)
+        drafts = [decoder.extend(output[decoder.length - self._start :])[-1]]
+        while len(drafts) < NUM_DRAFT_TOKENS and drafts[-1] != self._end:
+            drafts.append(decoder.extend(drafts[-1:])[-1])
+        return drafts
+
+
+@torch.inference_mode()
+def speculate(
+    target: Qwen2_5_VLForConditionalGeneration,
+    draft: Qwen2_5_VLForConditionalGeneration,
+    prompt: Batch,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> Speculation:
+    """Decode one prompt greedily with the drafts of a smaller model."""
+    end = int(target.config.text_config.eos_token_id)
+    verifier = GreedyDecoder(target)
+    output = [verifier.prefill(prompt)]
+    return run_rounds(verifier, DraftProposer(draft, prompt, end), output, end, max_new_tokens)
+
+
+class PairAnswerer:
+    """Answers of a target with the drafts of a smaller model."""
+
+    num_draft_tokens = NUM_DRAFT_TOKENS
+
+    def __init__(self, target: Any, draft: Any) -> None:
+        self.modules = {"target": target, "draft": draft}
+
+    def answer(self, prompt: Batch, max_new_tokens: int) -> tuple[Speculation, Speculation]:
+        """Answer with both models, and with the draft alone."""
+        target, draft = self.modules["target"], self.modules["draft"]
+        result = speculate(target, draft, prompt, max_new_tokens)
+        # A draft that verifies itself decodes greedily, at a round per five tokens.
+        return result, speculate(draft, draft, prompt, max_new_tokens)
 
 
 def measure(
-    target: Qwen2_5_VLForConditionalGeneration,
-    draft: Qwen2_5_VLForConditionalGeneration,
-    tokenizer: PreTrainedTokenizerFast,
-    plan: Measurement,
+    answerer: Answerer, tokenizer: PreTrainedTokenizerFast, plan: Measurement
 ) -> dict[str, KindScore]:
-    """Score a pair on held-out prompts of every kind."""
+    """Score answers to held-out prompts of every kind."""
     encoder = Encoder(tokenizer)
     scores = {}
     for kind in tasks.KINDS:
@@ -177,16 +259,18 @@ def measure(
         for _ in range(plan.prompts_per_kind):
             conversation = tasks.held_out_conversation(rng, kind)
             prompt = collate([encoder.encode_prompt(conversation)], encoder.pad)
-            result = speculate(target, draft, prompt, plan.max_new_tokens)
-            # A draft that verifies itself decodes greedily, at a round per five tokens.
-            alone = speculate(draft, draft, prompt, plan.max_new_tokens)
+            result, alone = answerer.answer(prompt, plan.max_new_tokens)
             expected = conversation.turns[0].answer
-            score.prompts += 1
-            score.exact += _text(tokenizer, result) == expected
-            score.draft_exact += _text(tokenizer, alone) == expected
-            score.tokens += len(result.token_ids)
-            score.proposed += result.proposed
-            score.accepted += result.accepted
+            one = KindScore(
+                prompts=1,
+                exact=int(_text(tokenizer, result) == expected),
+                tokens=len(result.token_ids),
+                proposed=result.proposed,
+                accepted=result.accepted,
+            )
+            if alone is not None:
+                one.draft_exact = int(_text(tokenizer, alone) == expected)
+            score.add(one)
     return scores
 
 

@@ -1,15 +1,16 @@
-"""Learning: one model with its optimiser, and one step of the pair on a shared batch.
+"""Learning: one model with its optimisers, and one step of the pair on a shared batch.
 
-Owns the losses, the schedule and the training-only head. Knows nothing of where batches come from
-or of checkpoints. Both models learn from each batch: the target from the answers, the draft from
-the answers and from the target's distribution, which is computed anyway. Invariant: the head
-leaves no trace in the model, whose parameters and forward are the library's.
+Owns the losses, the schedule and the training-only hint head. Knows nothing of where batches come
+from, of checkpoints or of the models' generation. Both models of the pair learn from each batch:
+the target from the answers, the draft from the answers and from the target's distribution, which is
+computed anyway. Invariant: the hint head leaves no trace in the model, whose parameters and forward
+are the library's.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,7 +22,9 @@ from deploy.demo.batches import IGNORED, Batch
 from deploy.demo.vision_attention import use_grouped_attention
 
 if TYPE_CHECKING:
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
 
 HINT_SIZES: Final = (len(scenes.COLOURS) + 1, len(scenes.SHAPES) + 1, len(scenes.PLACES))
 HINT_WEIGHT: Final = 0.2
@@ -41,24 +44,29 @@ class Plan:
     prompts_per_kind: int  # held-out prompts measured at the end
     max_new_tokens: int  # of each of their answers
 
+    def shortened(self, steps: int) -> Plan:
+        """Give the plan of what begins so many steps later and ends with the run."""
+        return replace(self, steps=self.steps - steps)
 
-class Learner:
-    """A model with its optimisers, their schedule and a head that exists in training alone.
 
-    The head names colour, shape and place under each image token, from the picture's embedding.
-    Without this hint the vision tower learns from a few words per picture, and the models go on
-    guessing colours for most of a run. Muon for the matrices learns the text tasks in about half of
-    AdamW's steps.
+class Follower:
+    """The optimisers of some modules, with their schedule.
+
+    Muon for the matrices learns the text tasks in about half of AdamW's steps.
     """
 
-    def __init__(self, model: Qwen2_5_VLForConditionalGeneration, plan: Plan) -> None:
-        self.model = model
-        use_grouped_attention(model)
-        self._hints = nn.Linear(model.config.text_config.hidden_size, sum(HINT_SIZES))
-        self._parameters = [*model.parameters(), *self._hints.parameters()]
-        # Muon is for the matrices between hidden states: not for embeddings, biases and norms.
-        layers = (model.model.visual, model.model.language_model.layers)
-        matrices = [p for layer in layers for p in layer.parameters() if p.ndim == 2]
+    def __init__(self, layers: Sequence[nn.Module], all_of: nn.Module, plan: Plan) -> None:
+        """Prepare to train `all_of`, with Muon for the matrices inside `layers`.
+
+        Muon is for matrices between hidden states: not for embeddings, biases and norms.
+        """
+        self._parameters = list(all_of.parameters())
+        matrices = [
+            module.weight
+            for layer in layers
+            for module in layer.modules()
+            if isinstance(module, nn.Linear)
+        ]
         taken = {id(parameter) for parameter in matrices}
         others = [p for p in self._parameters if id(p) not in taken]
         self._optimizers: list[torch.optim.Optimizer] = [
@@ -80,12 +88,51 @@ class Learner:
             torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in self._optimizers
         ]
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the logits that predict the answers' tokens, and the loss of the hints.
+    def step(self, loss: torch.Tensor) -> None:
+        """Follow a loss's gradient."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
+            optimizer.step()
+            schedule.step()
 
-        Returns:
-            [labelled tokens, vocabulary] float32 in row-major order of the labels, and a scalar.
-        """
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a model made of a batch."""
+
+    # [labelled tokens, vocabulary] float32: predict the answers' tokens in the labels' order
+    logits: torch.Tensor
+    # scalar
+    hint_loss: torch.Tensor
+    # [B, T, hidden] float32: after the final norm
+    hidden: torch.Tensor
+    # [B, T, hidden] float32: the tokens' embeddings with the pictures in their places
+    embedded: torch.Tensor
+    # [3, B, T] int64
+    positions: torch.Tensor
+
+
+class Learner:
+    """A model with its optimisers and a hint head that exists in training alone.
+
+    The hint head names colour, shape and place under each image token, from the picture's
+    embedding. Without it the vision tower learns from a few words per picture, and the models go on
+    guessing colours for most of a run. Any vision-language model of Qwen's line fits: they name
+    tower, text model and position index alike.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        self.model = model
+        use_grouped_attention(model)
+        self._hints = nn.Linear(model.config.text_config.hidden_size, sum(HINT_SIZES))
+        layers = (model.model.visual, model.model.language_model.layers)
+        self._follower = Follower(layers, nn.ModuleList([model, self._hints]), plan)
+
+    def read(self, batch: Batch) -> Reading:
+        """Run the model over a batch, and the hint head over its pictures."""
         inner = self.model.model
         positions, _ = inner.get_rope_index(
             batch.input_ids, batch.mm_token_type_ids, image_grid_thw=batch.image_grid_thw
@@ -99,41 +146,56 @@ class Learner:
             guesses = self._hints(pictures).split(HINT_SIZES, dim=-1)
             for guess, fact in zip(guesses, batch.token_facts.unbind(-1), strict=True):
                 hint_loss = hint_loss + functional.cross_entropy(guess, fact)
-        # No attention mask: padding is on the right, where causal attention never looks.
+        # No attention mask: padding is on the right, where causal layers never look.
         hidden = inner.language_model(
             inputs_embeds=embedded, position_ids=positions, use_cache=False
         ).last_hidden_state
         logits = self.model.lm_head(hidden[:, :-1][batch.labels[:, 1:] != IGNORED])
-        return logits, hint_loss
+        return Reading(logits, hint_loss, hidden, embedded, positions)
 
-    def step(self, loss: torch.Tensor) -> None:
-        """Follow a loss's gradient."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
-            optimizer.step()
-            schedule.step()
+    def step(self, answer_loss: torch.Tensor, hint_loss: torch.Tensor) -> None:
+        """Follow the gradient of both losses."""
+        self._follower.step(answer_loss + HINT_WEIGHT * hint_loss)
 
 
-def train_step(target: Learner, draft: Learner, batch: Batch) -> torch.Tensor:
-    """Train both models on one batch.
+def wanted_tokens(batch: Batch) -> torch.Tensor:
+    """Give the answers' tokens in the labels' order: [labelled tokens] int64."""
+    wanted = batch.labels[:, 1:]
+    return wanted[wanted != IGNORED]
+
+
+def taught_loss(
+    logits: torch.Tensor, wanted: torch.Tensor, teacher: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare a draft's logits with the answers and with its teacher's distribution.
+
+    Args:
+        logits: [tokens, vocabulary] float32.
+        wanted: [tokens] int64.
+        teacher: [tokens, vocabulary] float32, without gradient.
 
     Returns:
-        [4] float32: answer and hint loss of the target, then of the draft.
+        Two scalars: the loss to follow, and the part of it that the answers make.
     """
-    wanted = batch.labels[:, 1:][batch.labels[:, 1:] != IGNORED]  # [labelled tokens]
-    logits, hint_loss = target.forward(batch)
-    loss = functional.cross_entropy(logits, wanted)
-    target.step(loss + HINT_WEIGHT * hint_loss)
-    draft_logits, draft_hint_loss = draft.forward(batch)
-    draft_loss = functional.cross_entropy(draft_logits, wanted)
+    answer = functional.cross_entropy(logits, wanted)
     taught = functional.kl_div(
-        draft_logits.log_softmax(-1),
-        logits.detach().log_softmax(-1),
-        reduction="batchmean",
-        log_target=True,
+        logits.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True
     )
-    draft.step(0.5 * (draft_loss + taught) + HINT_WEIGHT * draft_hint_loss)
-    return torch.stack([loss, hint_loss, draft_loss, draft_hint_loss]).detach()
+    return 0.5 * (answer + taught), answer.detach()
+
+
+def train_pair_step(target: Learner, draft: Learner, batch: Batch) -> dict[str, torch.Tensor]:
+    """Train both models on one batch, and give their losses (scalars)."""
+    wanted = wanted_tokens(batch)
+    reading = target.read(batch)
+    loss = functional.cross_entropy(reading.logits, wanted)
+    target.step(loss, reading.hint_loss)
+    drafted = draft.read(batch)
+    draft_loss, draft_answer = taught_loss(drafted.logits, wanted, reading.logits.detach())
+    draft.step(draft_loss, drafted.hint_loss)
+    return {
+        "target": loss.detach(),
+        "hints": reading.hint_loss.detach(),
+        "draft": draft_answer,
+        "draft hints": drafted.hint_loss.detach(),
+    }

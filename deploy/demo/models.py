@@ -1,7 +1,7 @@
-"""The two demo architectures: Qwen2.5-VL in miniature, once larger and once smaller.
+"""The demo pair's architecture: Qwen2.5-VL in miniature, once larger and once smaller.
 
 Owns the sizes, the image processor's settings and how a checkpoint folder is written. Knows
-nothing of training or of tasks. Invariants: both models share the vocabulary and the picture
+nothing of training or of tasks. Invariants: all demo models share the vocabulary and the picture
 geometry, and weights are stored as float16 values that the returned models also hold, so that
 loading a folder as float32 gives exactly the weights that were measured.
 """
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -23,7 +25,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from deploy.demo import tokenizer as tok
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from torch import nn
 
 PATCH: Final = 8  # pixels
 MERGE: Final = 2  # patches, each way, that become one token
@@ -55,14 +60,22 @@ DRAFT: Final = ModelSize(2, 96, 3, 1, 256, 2, 64, 128, (1,))
 SMOKE: Final = ModelSize(1, 64, 2, 1, 64, 2, 32, 64, (1,))
 
 
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Give the id of every special token."""
+    return {token: int(tokenizer.convert_tokens_to_ids(token)) for token in tok.SPECIAL_TOKENS}
+
+
+def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Count the embedding's rows, rounded up as real checkpoints do: no token uses the last."""
+    return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
 def build_config(size: ModelSize, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     """Make the configuration of a model over this tokenizer's vocabulary."""
-    ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in tok.SPECIAL_TOKENS}
-    # Rounded up as real checkpoints are: the embedding has rows that no token uses.
-    vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    ids = special_ids(tokenizer)
     return Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": vocab_size,
+            "vocab_size": vocab_size(tokenizer),
             "hidden_size": size.hidden,
             "intermediate_size": size.mlp,
             "num_hidden_layers": size.layers,
@@ -108,7 +121,7 @@ def build_model(
 
 
 def build_image_processor() -> Qwen2VLImageProcessorPil:
-    """Make the image processor both models use."""
+    """Make the image processor all demo models use."""
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         temporal_patch_size=TEMPORAL_PATCH,
@@ -117,18 +130,28 @@ def build_image_processor() -> Qwen2VLImageProcessorPil:
     )
 
 
-def round_to_float16(model: Qwen2_5_VLForConditionalGeneration) -> None:
-    """Give a float32 model the values that its float16 checkpoint will hold."""
+def round_to_float16(module: nn.Module) -> None:
+    """Give a float32 module the values that its float16 checkpoint will hold."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in module.parameters():
             parameter.copy_(parameter.half().float())
 
 
 def save_checkpoint(
-    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    extra: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write weights, configuration, tokenizer and image processor as one folder."""
-    stored = Qwen2_5_VLForConditionalGeneration(model.config)
+    """Write weights, configuration, tokenizer and image processor as one folder.
+
+    Args:
+        model: A float32 model.
+        tokenizer: Its tokenizer.
+        folder: Made if it is not there.
+        extra: Further tensors for the file of the weights, which the library does not know.
+    """
+    stored = type(model)(model.config)
     stored.load_state_dict(model.state_dict())
     stored = stored.half()
     stored.generation_config = GenerationConfig(
@@ -138,6 +161,10 @@ def save_checkpoint(
         pad_token_id=model.config.text_config.pad_token_id,
     )
     stored.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone
+    weights = folder / "model.safetensors"
+    if extra is not None:
+        tensors = {**load_file(weights), **{name: t.half() for name, t in extra.items()}}
+        save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # written for its owner alone
     tokenizer.save_pretrained(folder)
     build_image_processor().save_pretrained(folder)

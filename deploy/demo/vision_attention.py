@@ -7,25 +7,33 @@ the result equals the library's for every split into chunks (pictures or windows
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLVisionAttention,
     apply_rotary_pos_emb_vision,
 )
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionAttention
 
 if TYPE_CHECKING:
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import PreTrainedModel
 
 
-class GroupedVisionAttention(Qwen2_5_VLVisionAttention):
-    """The library's vision attention with equally long chunks computed together.
+class GroupedAttention(nn.Module):
+    """The forward of the library's vision attentions with equally long chunks computed together.
 
     The library runs one attention call per chunk; a batch of fifty pictures has hundreds of
-    windows, and the calls then take longer than the arithmetic.
+    windows, and the calls then take longer than the arithmetic. Both generations of the library's
+    module have the parts used here.
     """
+
+    qkv: nn.Linear
+    proj: nn.Linear
+    num_heads: int
+    scaling: float
 
     def forward(
         self,
@@ -59,7 +67,21 @@ class GroupedVisionAttention(Qwen2_5_VLVisionAttention):
         return self.proj(restored)
 
 
-def use_grouped_attention(model: Qwen2_5_VLForConditionalGeneration) -> None:
+class GroupedQwen25Attention(GroupedAttention, Qwen2_5_VLVisionAttention):
+    """Qwen2.5-VL's vision attention, grouped."""
+
+
+class GroupedQwen35Attention(GroupedAttention, Qwen3_5VisionAttention):
+    """Qwen3.5's vision attention, grouped."""
+
+
+_GROUPED: Final = {
+    Qwen2_5_VLVisionAttention: GroupedQwen25Attention,
+    Qwen3_5VisionAttention: GroupedQwen35Attention,
+}
+
+
+def use_grouped_attention(model: PreTrainedModel) -> None:
     """Switch a model's vision tower to the grouped forward, over the same parameters."""
     for block in model.model.visual.blocks:
-        block.attn.__class__ = GroupedVisionAttention
+        block.attn.__class__ = _GROUPED.get(type(block.attn), type(block.attn))

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from deploy import demo
-from deploy.demo import batches, models, scenes, tasks
+from deploy.demo import batches, models, nextn, scenes, tasks
 from deploy.demo import tokenizer as tok
+from deploy.demo.delta_net import use_short_chunks
 from deploy.demo.scenes import Scene
 from deploy.demo.vision_attention import use_grouped_attention
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from deploy.demo.tasks import Conversation
 
 
@@ -52,8 +56,10 @@ def messages(conversation: Conversation) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize("folder", [demo.TARGET_DIR, demo.NEXTN_DIR], ids=lambda p: p.name)
 @pytest.mark.parametrize("seed", range(12))
-def test_ids_equal_the_chat_template(tokenizer: Any, seed: int) -> None:
+def test_ids_equal_the_chat_template(folder: Path, seed: int) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     conversation = tasks.training_conversation(random.Random(seed))
     text = str(tokenizer.apply_chat_template(messages(conversation), tokenize=False))
     for scene in conversation.scenes:
@@ -67,14 +73,35 @@ def test_ids_equal_the_chat_template(tokenizer: Any, seed: int) -> None:
     assert tokenizer.decode(answers, skip_special_tokens=False) == wanted
 
 
-def test_grouped_vision_attention_equals_the_library(tokenizer: Any) -> None:
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3.5"])
+def test_grouped_vision_attention_equals_the_library(tokenizer: Any, family: str) -> None:
     torch.manual_seed(0)
-    model = models.build_model(models.TARGET, tokenizer).eval()
+    model: Any
+    if family == "qwen2.5":
+        model = models.build_model(models.TARGET, tokenizer).eval()
+    else:
+        model = nextn.build_model(nextn.NEXTN, tokenizer).eval()
     shown = every_size()
     pixels = np.concatenate([batches.pixel_values(scenes.draw(scene)) for scene in shown])
     grid = torch.tensor([batches.grid_of(scene) for scene in shown])
+    before = {type(block.attn) for block in model.model.visual.blocks}
     with torch.inference_mode():
         expected = model.model.visual(torch.from_numpy(pixels), grid).pooler_output
         use_grouped_attention(model)
         found = model.model.visual(torch.from_numpy(pixels), grid).pooler_output
+    assert before.isdisjoint(type(block.attn) for block in model.model.visual.blocks)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_short_chunks_equal_the_library_whatever_the_padding(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    model = nextn.build_model(nextn.SMOKE, tokenizer).eval()
+    ids = torch.randint(0, 700, (2, 75))  # more than a chunk of either length, and no multiple
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits
+        use_short_chunks(model)
+        found = model(input_ids=ids, use_cache=False).logits
+        padded = functional.pad(ids, (0, 30), value=1)
+        right = model(input_ids=padded, use_cache=False).logits[:, :75]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(right, expected, rtol=1e-4, atol=1e-5)

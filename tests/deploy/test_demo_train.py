@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from deploy.demo import train
+from deploy.demo import nextn, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,9 +23,15 @@ def restore_threads() -> object:
     torch.set_num_threads(threads)
 
 
+def smoke(out: Path, *options: str) -> dict[str, Any]:
+    threads = str(torch.get_num_threads())
+    train.main(["--smoke", "--out", str(out), "--threads", threads, *options])
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return report
+
+
 def test_smoke_run_writes_a_loadable_pair(tmp_path: Path) -> None:
-    train.main(["--smoke", "--out", str(tmp_path), "--threads", str(torch.get_num_threads())])
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = smoke(tmp_path, "--models", "pair")
     assert report["plan"]["steps"] == train.SMOKE.steps
     assert set(report["kinds"]) >= {"describe", "describe_each", "count"}
     for name in ("target", "draft"):
@@ -36,6 +42,25 @@ def test_smoke_run_writes_a_loadable_pair(tmp_path: Path) -> None:
             <= model.config.text_config.vocab_size
         )
     assert (tmp_path / "sample.png").stat().st_size > 0
+    assert "nextn" not in report
+    assert not (tmp_path / "nextn").exists()
+
+
+def test_smoke_run_writes_a_model_with_its_head_and_keeps_the_pair_s_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
+    (tmp_path / "report.json").write_text(json.dumps({"all": {"exact": 0.5}, "nextn": {}}))
+    report = smoke(tmp_path, "--models", "nextn", "--snapshots", str(tmp_path / "unfinished"))
+    assert report["all"] == {"exact": 0.5}
+    section = report["nextn"]
+    assert section["plan"]["steps"] == train.SMOKE.steps
+    assert set(section["kinds"]) >= {"describe", "describe_each", "count"}
+    assert {p.name for p in tmp_path.iterdir()} == {"report.json", "nextn", "unfinished"}
+    nextn.load_checkpoint(tmp_path / "unfinished")
+    model, head = nextn.load_checkpoint(tmp_path / "nextn")
+    untrained = nextn.MtpHead(model.config)
+    assert [n for n, _ in head.named_parameters()] == [n for n, _ in untrained.named_parameters()]
 
 
 def test_a_seed_repeats_batches_and_another_changes_them() -> None:

@@ -20,6 +20,7 @@ from serving.processor import ImageProcessor
 from serving.prompts import PromptBuilder
 from serving.relay import Relay
 from serving.tokenizer import ServingTokenizer
+from serving.videos import VideoSupport
 from workers.contracts import (
     FinishReason,
     GenerationRequest,
@@ -38,6 +39,7 @@ TEMPLATE = """\
 {%- if m['content'] is string -%}{{- m['content'] -}}
 {%- else -%}{%- for part in m['content'] -%}
 {%- if part['type'] == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part['type'] == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
 {%- else -%}{{- part['text'] -}}{%- endif -%}
 {%- endfor -%}{%- endif -%}<|im_end|>\n
 {%- endfor -%}
@@ -169,10 +171,11 @@ def make_services(
     max_replays: int = 2,
     max_body_bytes: int = 2_000_000,
     limits: ImageLimits | None = None,
+    videos: VideoSupport | None = None,
 ) -> Services:
     tokenizer = make_tokenizer() if vision else make_text_tokenizer()
     prompts = PromptBuilder(
-        tokenizer, make_processor() if vision else None, limits or ImageLimits()
+        tokenizer, make_processor() if vision else None, limits or ImageLimits(), videos=videos
     )
 
     async def metrics() -> str:

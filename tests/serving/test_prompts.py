@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.errors import UnsupportedParameter
 from serving.images import ImageLimits
 from serving.prompts import PromptBuilder, to_sampling
 from serving.schema import ChatBody, CompletionBody
@@ -176,7 +175,7 @@ async def test_a_placeholder_without_image_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="0 images supplied, 1 placeholders found"):
         await builder().completion(body, "r")
     body = CompletionBody(model="demo", prompt="see <|video_pad|>")
-    with pytest.raises(UnsupportedParameter, match="video"):
+    with pytest.raises(InvalidRequest, match="0 videos supplied, 1 placeholders found"):
         await builder().completion(body, "r")
 
 

@@ -101,7 +101,7 @@ async def test_cached_tokens_are_those_of_the_first_delta() -> None:
     stops=st.lists(st.sampled_from(["fox", "o", "中", "文😀", "nope", " b"]), max_size=3),
 )
 @settings(deadline=None)
-async def test_chunks_do_not_change_the_result(sizes: list[int], stops: list[str]) -> None:
+async def test_b31_chunks_do_not_change_the_result(sizes: list[int], stops: list[str]) -> None:
     """B31: several tokens per step give the text, usage and reason of one per step."""
     ids = encode("the quick brown 中文😀 fox")
     outcomes = set()

@@ -18,7 +18,7 @@ from workers.factory import build_engine
 
 
 def make_config(target: str, draft: str | None = None, **changes: Any) -> EngineConfig:
-    """Return settings: plain without `draft`, else speculation with it.
+    """Return settings: plain without `draft` or a `method`, else speculation with it.
 
     Keyword arguments go to whichever part of the settings has a field of that name.
     """

@@ -10,15 +10,25 @@ import pytest
 from tests.workers import reference, tiny
 from tests.workers.conftest import Checkpoints
 from tests.workers.engines import Outcome, make_engine, run
+from tests.workers.tiny import Part, Video
 from workers.contracts import GenerationRequest
 from workers.engine import Engine
 
-Parts = list[int | tuple[int, int]]
-IMAGE_PARTS: list[Parts] = [[6, (3, 4), 5], [(2, 3), 4], [8, (2, 5)], [3, (2, 2), (3, 3), 6]]
+IMAGE_PARTS: list[list[Part]] = [
+    [6, (3, 4), 5],
+    [(2, 3), 4],
+    [8, (2, 5)],
+    [3, (2, 2), (3, 3), 2, (1, 4), 6],
+]
+VIDEO_PARTS: list[list[Part]] = [
+    [5, Video(3, 2, 3, 1.5), 4],
+    [2, Video(6, 1, 2, 2.0)],
+    [(2, 3), Video(2, 3, 2, 1.0), 3],
+]
 
 
 def _pool(family: str, count: int = 36) -> list[GenerationRequest]:
-    """Return mixed requests: text and images, greedy and sampled, filtered and not."""
+    """Return mixed requests: text, images and videos, greedy and sampled, filtered and not."""
     sampling = itertools.cycle(
         [
             {"temperature": 0.0},
@@ -28,16 +38,21 @@ def _pool(family: str, count: int = 36) -> list[GenerationRequest]:
             {"temperature": 0.7, "top_k": 12, "min_p": 0.02},
         ]
     )
+    media_parts = list(IMAGE_PARTS)
+    if family in tiny.VIDEO_FAMILIES:
+        media_parts += VIDEO_PARTS
     requests = []
     for seed in range(count):
-        with_image = family in tiny.VISION_FAMILIES and seed % 2
-        parts: Parts = IMAGE_PARTS[seed % 4] if with_image else [3 + 5 * (seed % 9)]
-        ids, images = tiny.prompt(seed, parts)
+        has_media = family in tiny.VISION_FAMILIES and seed % 2
+        parts: list[Part] = [3 + 5 * (seed % 9)]
+        if has_media:
+            parts = media_parts[seed // 2 % len(media_parts)]
+        ids, media = tiny.prompt_for(family, seed, parts)
         requests.append(
             tiny.request(
                 f"r{seed}",
                 ids,
-                images,
+                media,
                 max_tokens=8 + seed % 9,
                 ignore_eos=bool(seed % 3),
                 **{"seed": 1000 + seed, **next(sampling)},
@@ -90,7 +105,7 @@ def _run_twice(engine: Engine, path: str, expected: dict[str, list[int]], family
 @pytest.mark.parametrize("chunk", [7, 16, 64, 2048])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_matrix(
+def test_b32_matrix(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     plain: Callable[[str], dict[str, list[int]]],
@@ -114,23 +129,34 @@ def test_matrix(
     assert (stats.cached_tokens > 0) == prefix_caching
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("num_drafts", [1, 4, 8, 16])
-def test_text_families(
+@pytest.mark.parametrize(
+    ("family", "num_drafts"),
+    [
+        *((family, 4) for family in tiny.FAMILIES),
+        *((family, number) for family in ("llama", "qwen3_vl") for number in (1, 8, 16)),
+    ],
+)
+def test_every_family(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     plain: Callable[[str], dict[str, list[int]]],
     family: str,
     num_drafts: int,
 ) -> None:
+    """Chunk boundaries fall inside images and videos, and prefixes with them are found again."""
     path = checkpoints(family)
-    engine = make_engine(path, noisy_draft(family), num_draft_tokens=num_drafts)
+    engine = make_engine(
+        path, noisy_draft(family), num_draft_tokens=num_drafts, max_chunk_tokens=13
+    )
     _run_twice(engine, path, plain(family), family)
-    assert engine.stats().accepted_tokens > 0
+    stats = engine.stats()
+    assert stats.spec_failures == {}
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert stats.cached_tokens > 0
 
 
 @pytest.mark.parametrize("draft", ["qwen2_5_vl", "llama", "qwen2"])
-def test_unrelated_drafts(
+def test_a22_unrelated_drafts(
     checkpoints: Checkpoints, plain: Callable[[str], dict[str, list[int]]], draft: str
 ) -> None:
     """A22: a VL draft and text-only drafts under an mrope target, almost always wrong."""
@@ -143,7 +169,7 @@ def test_unrelated_drafts(
 
 
 @pytest.mark.parametrize("num_blocks", [6, 9, 14])
-def test_forced_preemption(
+def test_b30_forced_preemption(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     plain: Callable[[str], dict[str, list[int]]],
@@ -166,7 +192,7 @@ def test_forced_preemption(
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_target_that_drafts_for_itself_is_always_accepted(
+def test_a1_a_target_that_drafts_for_itself_is_always_accepted(
     checkpoints: Checkpoints, family: str
 ) -> None:
     """A1, A2, B18: wrong draft positions show here, above all with images in the prompt."""
@@ -210,7 +236,8 @@ def test_per_request_draft_limits(checkpoints: Checkpoints) -> None:
     assert steps["None"] == steps["9"] == 1 + 3
 
 
-@pytest.mark.parametrize("limit", [40, 48, 56])
+# The middle prompt has limit - 1 tokens, limit, and limit + 1; the first crosses the lowest.
+@pytest.mark.parametrize("limit", [40, 46, 47, 48, 56])
 def test_b20_past_the_drafts_context_the_request_goes_on(
     checkpoints: Checkpoints, limit: int
 ) -> None:

@@ -14,6 +14,7 @@ from tests.workers import reference, tiny
 from tests.workers.conftest import Checkpoints
 from tests.workers.engines import Outcome, make_engine, run
 from tests.workers.recording import RecordedSpan, record
+from tests.workers.tiny import Part, Video
 from workers import batch_info
 from workers.batch_info import (
     ForwardBatch,
@@ -30,23 +31,24 @@ BLOCK = 16
 LIMITS = batch_info.BatchLimits(vocab_size=100, num_blocks=64, block_size=BLOCK)
 CPU = torch.device("cpu")
 
-PROMPTS: list[list[int | tuple[int, int]]] = [
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+PROMPTS: list[list[Part]] = [
     [9],
     [(3, 5), 7],  # image first
     [6, (2, 7)],  # image last: the temporal axis alone would continue wrongly
     [4, (2, 2), (5, 3), 3],  # adjacent, two sizes
     [30],
     [2, (4, 4), 3, (1, 6), 5, (6, 2)],
+    [3, Video(5, 2, 3, 1.5), 4],
+    [2, (2, 3), Video(9, 1, 2, 2.0)],  # last, and longer in time than in space
 ]
 
 
-def _requests() -> list[GenerationRequest]:
+def _requests(family: str = "qwen2_5_vl") -> list[GenerationRequest]:
     requests = []
     for seed, parts in enumerate(PROMPTS):
-        ids, images = tiny.prompt(seed, parts)
-        requests.append(
-            tiny.request(f"r{seed}", ids, images, max_tokens=14 + seed, ignore_eos=True)
-        )
+        ids, media = tiny.prompt_for(family, seed, parts)
+        requests.append(tiny.request(f"r{seed}", ids, media, max_tokens=14 + seed, ignore_eos=True))
     return requests
 
 
@@ -78,18 +80,20 @@ def _columns(path: str) -> Callable[[GenerationRequest, list[int], RecordedSpan]
     return columns
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [7, 16, 512])
 def test_every_mode_agrees_with_the_whole_sequence(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
+    family: str,
     chunk: int,
 ) -> None:
     """A1, A4, A7, A16: the same column in extend, decode, verify, draft-extend and draft decode."""
-    path = checkpoints("qwen2_5_vl")
-    engine = make_engine(path, noisy_draft("qwen2_5_vl"), max_chunk_tokens=chunk)
+    path = checkpoints(family)
+    engine = make_engine(path, noisy_draft(family), max_chunk_tokens=chunk)
     spans = record(engine, monkeypatch)
-    requests = _requests()
+    requests = _requests(family)
     outcome = run(engine, requests, per_step=1)
     plain = make_engine(path)
     plain_spans = record(plain, monkeypatch)
@@ -120,7 +124,7 @@ def test_positions_after_preemption_and_replay(
         tiny.request(
             r.request_id,
             list(r.prompt_ids),
-            list(r.images),
+            r.media,
             emitted=tuple(outcome.token_ids[r.request_id][:9]),
             max_tokens=r.sampling.max_tokens,
             ignore_eos=True,

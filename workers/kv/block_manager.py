@@ -18,15 +18,37 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from workers.contracts import MediaInput, VideoInput
+from workers.kv.state_slots import StateSlots
 from workers.sequence import Sequence
 
 
 class BlockManager:
     """Hands out block ids; shortage is a normal answer, never an exception."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        *,
+        states: StateSlots | None = None,
+        lookahead: int = 0,
+    ) -> None:
+        """Start with every block free.
+
+        Args:
+            num_blocks: Blocks of the pool.
+            block_size: Tokens of a block.
+            prefix_caching: Whether finished blocks are found again.
+            states: Slots of recurrent state, for a model with linear attention.
+            lookahead: Tokens after a block that its K/V depends on: 1 under a drafter that reads
+                the token after the one it writes for.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states = states
+        self._lookahead = lookahead
         self._prefix_caching = prefix_caching
         self._ref_counts = [0] * num_blocks
         # Free blocks, next to be reused first; hashed ones keep their content until then.
@@ -52,6 +74,8 @@ class BlockManager:
         changing nothing, when the free blocks do not suffice.
         """
         cached = self._match(sequence)
+        if self.states is not None:
+            del cached[self.states.num_cached(sequence.block_hashes[: len(cached)]) :]
         num_new = self._blocks_for(sequence.num_tokens) - len(cached)
         num_revived = sum(self._ref_counts[block] == 0 for block in cached)
         if num_new > self.num_free - num_revived:
@@ -63,6 +87,9 @@ class BlockManager:
         sequence.num_published_blocks = len(cached)
         sequence.num_computed_tokens = len(cached) * self.block_size
         sequence.num_draft_computed_tokens = sequence.num_computed_tokens
+        if self.states is not None:
+            prefix = sequence.block_hashes[len(cached) - 1] if cached else None
+            self.states.acquire(sequence, prefix)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -86,6 +113,8 @@ class BlockManager:
         """
         for block in sequence.block_table:
             self._forget(block)
+        if self.states is not None:
+            self.states.forget(sequence.block_hashes)
         return all(self._ref_counts[block] == 1 for block in sequence.block_table)
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
@@ -111,9 +140,28 @@ class BlockManager:
         for block in reversed(sequence.block_table):
             self._release(block)
         sequence.block_table = []
+        if self.states is not None:
+            self.states.release(sequence)
+
+    def checkpoint(self, sequence: Sequence) -> int | None:
+        """Return the state slot to keep the sequence's present state in, for others to start from.
+
+        None where it is not due, already kept, or its blocks cannot be found again either.
+        """
+        if self.states is None or not self.states.interval:
+            return None
+        num_tokens = sequence.num_computed_tokens
+        num_blocks = num_tokens // self.block_size
+        is_published = 0 < num_blocks <= sequence.num_published_blocks
+        if num_tokens % self.states.interval or not is_published:
+            return None
+        return self.states.checkpoint(sequence.block_hashes[num_blocks - 1])
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the books balance for exactly these live sequences."""
+        sequences = list(sequences)
+        if self.states is not None:
+            self.states.check_integrity(sequences)
         held = Counter(block for sequence in sequences for block in sequence.block_table)
         for block in range(self.num_blocks):
             assert self._ref_counts[block] == held[block], f"block {block}: reference count"
@@ -167,16 +215,24 @@ class BlockManager:
         return blocks
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """Chain hash of a full block: all tokens up to its end and all pixels among them."""
+        """Chain hash of a full block: all that its K/V depends on, tokens and pixels."""
         hashes = sequence.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            end = start + self.block_size
+            end = start + self.block_size + self._lookahead
             digest = hashlib.sha256(hashes[-1] if hashes else b"")
             digest.update(array("q", sequence.token_ids[start:end]).tobytes())
-            for image in sequence.request.images:
-                if image.start < end and image.end > start:
-                    digest.update(array("q", [image.start, *image.grid_thw]).tobytes())
-                    digest.update(image.content_hash)
+            for item in sequence.request.media:
+                if item.start < end and item.end > start:
+                    digest.update(_media_key(item))
             hashes.append(digest.digest())
         return hashes[index]
+
+
+def _media_key(item: MediaInput) -> bytes:
+    """All that the K/V of an item's placeholders depends on: which they are, pixels, positions."""
+    starts = [start for start, _ in item.runs]
+    key = array("q", [len(starts), *starts, *item.grid_thw]).tobytes() + item.content_hash
+    if isinstance(item, VideoInput):
+        key += array("d", [item.seconds_per_grid]).tobytes()
+    return key

@@ -17,14 +17,15 @@ from torch import Tensor
 class KVShape:
     """What one model's keys and values need."""
 
-    num_layers: int
+    # The model's own indices of the layers that have keys and values.
+    layer_ids: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block over all layers, keys and values."""
-        elements = 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim
+        elements = 2 * len(self.layer_ids) * block_size * self.num_kv_heads * self.head_dim
         return elements * self.dtype.itemsize
 
 
@@ -36,14 +37,14 @@ class KVPool:
     ) -> None:
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         # Zeros, not empty memory: a masked NaN times weight 0 is NaN.
-        self._layers = [
-            (
+        self._layers = {
+            layer: (
                 torch.zeros(size, dtype=shape.dtype, device=device),
                 torch.zeros(size, dtype=shape.dtype, device=device),
             )
-            for _ in range(shape.num_layers)
-        ]
+            for layer in shape.layer_ids
+        }
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """Return the layer's keys and values.  # each [B, block_size, Hkv, D]."""
-        return self._layers[index]
+        return self._layers[layer_id]

@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 from workers.config import ModelConfig
 from workers.errors import ConfigError, ModelLoadError
 from workers.models.families import ADAPTERS, ModelAdapter
+from workers.models.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,23 @@ class LoadedModel:
     """A model and the tokens it was made with."""
 
     adapter: ModelAdapter
-    # token -> id; None where the checkpoint has no tokenizer.json.
-    vocab: dict[str, int] | None
+    # None where the checkpoint has no tokenizer.json.
+    vocabulary: Vocabulary | None
 
     @property
     def num_ids(self) -> int:
         """Ids that are tokens; the logits may be wider."""
         width = self.adapter.vocab_size
-        return width if self.vocab is None else min(max(self.vocab.values()) + 1, width)
+        return width if self.vocabulary is None else min(self.vocabulary.num_ids, width)
+
+    @property
+    def filler_id(self) -> int:
+        """A token of no meaning, to stand where the model has no token: its padding, or an end."""
+        pad = getattr(self.adapter.config, "pad_token_id", None)
+        ids = [
+            token_id for token_id in (pad, *sorted(self.adapter.eos_ids)) if token_id is not None
+        ]
+        return next((token_id for token_id in ids if 0 <= token_id < self.num_ids), 0)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -82,29 +92,50 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
         raise ModelLoadError(f"{config.path}: {error}") from error
     model.eval().requires_grad_(False).to(device)
     logger.info("loaded %s as %s on %s", config.path, model.dtype, device)
-    return LoadedModel(adapter_class(model), _load_vocab(config))
+    return LoadedModel(adapter_class(model), _load_vocabulary(config))
 
 
 def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
     """Refuse a draft that does not speak the target's token ids, or sees other pixels.
 
+    A text-only draft suits a target with images, and the other way round.
+
     Raises:
         ModelLoadError: With what differs.
     """
-    if target.vocab is not None and draft.vocab is not None:
-        if target.vocab != draft.vocab:
-            raise ModelLoadError("target and draft have different tokenizers")
+    if target.vocabulary is not None and draft.vocabulary is not None:
+        difference = target.vocabulary.difference(draft.vocabulary)
+        if difference is not None:
+            raise ModelLoadError(f"target and draft have different tokenizers: {difference}")
     elif draft.adapter.vocab_size != target.adapter.vocab_size:
         raise ModelLoadError(
             f"target and draft have {target.adapter.vocab_size} and {draft.adapter.vocab_size} "
             "ids and no tokenizers to compare"
         )
     if target.adapter.takes_images and draft.adapter.takes_images:
-        for name in ("patch_size", "temporal_patch_size", "spatial_merge_size"):
-            ours = getattr(target.adapter.vision_config, name)
-            theirs = getattr(draft.adapter.vision_config, name)
-            if ours != theirs:
-                raise ModelLoadError(f"target has {name}={ours}, the draft {theirs}: other pixels")
+        _check_vision(target.adapter, draft.adapter)
+
+
+def _check_vision(target: ModelAdapter, draft: ModelAdapter) -> None:
+    """Refuse a draft that cannot take the images and videos as they were cut for the target."""
+    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size"):
+        ours, theirs = getattr(target.vision_config, name), getattr(draft.vision_config, name)
+        if ours != theirs:
+            raise ModelLoadError(f"target has {name}={ours}, the draft {theirs}: other pixels")
+    names = ["image_token_id"]
+    if target.takes_videos:
+        if not draft.takes_videos:
+            raise ModelLoadError("the target takes videos, the draft images only")
+        if target.splits_videos != draft.splits_videos:
+            raise ModelLoadError(
+                "one of target and draft takes a video as one run of placeholders, the other as "
+                "one for each time stamp"
+            )
+        names.append("video_token_id")
+    for name in names:
+        ours, theirs = getattr(target, name), getattr(draft, name)
+        if ours != theirs:
+            raise ModelLoadError(f"target has {name}={ours}, the draft {theirs}")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype | str:
@@ -114,7 +145,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
     return torch.float32 if device.type == "cpu" else "auto"
 
 
-def _load_vocab(config: ModelConfig) -> dict[str, int] | None:
+def _load_vocabulary(config: ModelConfig) -> Vocabulary | None:
     """Read the token table from tokenizer.json; None where the checkpoint has none."""
     path = cached_file(
         config.path,
@@ -125,5 +156,6 @@ def _load_vocab(config: ModelConfig) -> dict[str, int] | None:
     if path is None:
         logger.warning("%s has no tokenizer.json: every logit counts as a token", config.path)
         return None
-    vocab: dict[str, int] = Tokenizer.from_file(path).get_vocab(with_added_tokens=True)
-    return vocab
+    tokenizer = Tokenizer.from_file(path)
+    added = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values())
+    return Vocabulary(tokenizer.get_vocab(with_added_tokens=True), added)

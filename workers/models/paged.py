@@ -18,6 +18,7 @@ from workers.batch_info import AttentionMetadata
 from workers.errors import ModelLoadError
 from workers.kv.pool import KVPool
 from workers.models.attention.backend import AttentionBackend, write_kv
+from workers.models.linear_step import LinearStep
 
 # Registered as attention only, not as a mask: the library then builds no mask at all.
 ATTENTION_NAME = "specserve_paged"
@@ -30,6 +31,8 @@ class PagedContext:
     meta: AttentionMetadata
     pool: KVPool
     backend: AttentionBackend
+    # None for models without linear attention.
+    linear: LinearStep | None = None
 
 
 def paged_attention(  # noqa: PLR0913 - the signature is the library's
@@ -53,8 +56,6 @@ def paged_attention(  # noqa: PLR0913 - the signature is the library's
     """
     if attn_metadata is None or attention_mask is not None:
         raise ModelLoadError("transformers called attention with a mask or without the context")
-    if sliding_window is not None:
-        raise ModelLoadError("sliding-window layers are not supported")
     context = attn_metadata
     keys, values = context.pool.layer(cast("int", module.layer_idx))
     write_kv(
@@ -65,7 +66,10 @@ def paged_attention(  # noqa: PLR0913 - the signature is the library's
         context.meta.slot_mapping,
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = context.backend(query[0].transpose(0, 1), keys, values, context.meta, scale)
+    # Qwen2-MoE windows a layer by its mask alone, of which we get none, and says so on the module.
+    window = sliding_window or getattr(module, "sliding_window", None)
+    rows = query[0].transpose(0, 1)
+    out = context.backend(rows, keys, values, context.meta, scale, window)
     return out.unsqueeze(0), None
 
 

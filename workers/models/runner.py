@@ -24,10 +24,12 @@ from workers.batch_info import (
 )
 from workers.contracts import MediaInput
 from workers.errors import BatchInfoError
+from workers.kv.linear_state import LinearStatePool
 from workers.kv.pool import KVPool
 from workers.models.attention.select import select_backend
 from workers.models.families import ModelAdapter
 from workers.models.families.base import StackInput, VisualRows
+from workers.models.linear_step import LinearStep
 from workers.models.paged import PagedContext
 
 
@@ -63,6 +65,8 @@ class StepOutput:
 
     logits: Tensor  # [R, V] in the model's dtype
     hidden: Tensor  # [T, hidden] after the final norm
+    # Of a model with linear attention: to be committed once it is known which tokens stand.
+    linear: LinearStep | None = None
 
 
 class ModelRunner:
@@ -76,8 +80,20 @@ class ModelRunner:
         block_size: int,
         device: torch.device,
         attention_backend: str = "auto",
-        image_cache_bytes: int = 0,
+        num_state_slots: int = 0,
+        image_cache: ImageCache | None = None,
     ) -> None:
+        """Allocate the model's memory.
+
+        Args:
+            adapter: The model.
+            num_blocks: Blocks of K/V.
+            block_size: Slots of a block.
+            device: Where it runs.
+            attention_backend: The setting.
+            num_state_slots: Slots of recurrent state, for a model with linear attention.
+            image_cache: Image embeddings; shared where two runners share a vision tower.
+        """
         self.adapter = adapter
         self.device = device
         self.limits = BatchLimits(adapter.vocab_size, num_blocks, block_size)
@@ -86,7 +102,9 @@ class ModelRunner:
         self.backend = select_backend(
             attention_backend, device, shape.dtype, block_size, shape.head_dim
         )
-        self.image_cache = ImageCache(image_cache_bytes)
+        self.image_cache = ImageCache(0) if image_cache is None else image_cache
+        linear = adapter.linear_shape
+        self.states = None if linear is None else LinearStatePool(linear, num_state_slots, device)
 
     @property
     def rope_layout(self) -> RopeLayout:
@@ -103,7 +121,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, media: Sequence[Sequence[MediaInput]] = ()
+        self,
+        batch: ForwardBatch,
+        media: Sequence[Sequence[MediaInput]] = (),
+        previous: Tensor | None = None,
     ) -> StepOutput:
         """Run one step.
 
@@ -111,17 +132,27 @@ class ModelRunner:
             batch: Built by this runner.
             media: Each sequence's images and videos, in the batch's order; empty when every token
                 of the step lies after its prompt.
+            previous: Another model's output, for a head that runs on it.  # [T, hidden]
         """
-        step = self.stack_input(batch, media)
-        context = PagedContext(batch.attention, self._pool, self.backend)
+        step = self._stack_input(batch, media, previous)
+        linear = None
+        if self.states is not None:
+            q_lens = batch.attention.q_lens
+            linear = LinearStep(self.states, q_lens, batch.state_sources, self.device)
+        context = PagedContext(batch.attention, self._pool, self.backend, linear)
         hidden = self.adapter.hidden_states(step, context)
         logits = self.adapter.logits(hidden[batch.logit_rows])
         # A host-side check: a library that changed its ways shows here, in the warm-up.
         if logits.shape != (len(batch.logit_rows), self.limits.vocab_size):
             raise BatchInfoError(f"the model returned logits of shape {tuple(logits.shape)}")
-        return StepOutput(logits, hidden)
+        return StepOutput(logits, hidden, linear)
 
-    def stack_input(self, batch: ForwardBatch, media: Sequence[Sequence[MediaInput]]) -> StackInput:
+    def _stack_input(
+        self,
+        batch: ForwardBatch,
+        media: Sequence[Sequence[MediaInput]],
+        previous: Tensor | None,
+    ) -> StackInput:
         """Embed a step's tokens, images and video in their places."""
         embeddings = self.adapter.embed(batch.input_ids)
         visual = None
@@ -129,7 +160,7 @@ class ModelRunner:
             visual = self._visual_rows(batch, media)
         if visual is not None:
             embeddings = self.adapter.place(embeddings, visual)
-        return StackInput(embeddings, batch.rope_positions, visual)
+        return StackInput(embeddings, batch.rope_positions, visual, previous)
 
     def _visual_rows(
         self, batch: ForwardBatch, media: Sequence[Sequence[MediaInput]]
@@ -143,14 +174,16 @@ class ModelRunner:
             start = end - q_len
             offset -= start
             for item in of_sequence:
+                parts: list[Tensor] = []  # of the item's own rows
                 done = 0  # of the item's tokens, in earlier runs
                 for run_start, run_end in item.runs:
                     first, last = max(run_start, start), min(run_end, end)
                     if first < last:
                         rows.append(torch.arange(offset + first, offset + last))
-                        part = slice(done + first - run_start, done + last - run_start)
-                        features.append(self._features(item)[part])
+                        parts.append(rows[-1] + (done - run_start - offset))
                     done += run_end - run_start
+                if parts:
+                    features.append(self._features(item)[torch.cat(parts).to(self.device)])
             offset += end
         if not rows:
             return None

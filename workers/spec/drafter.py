@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from workers.sequence import Sequence
+
+if TYPE_CHECKING:  # a drafter without a model needs no torch
+    from torch import Tensor
 
 
 class DraftStage(StrEnum):
@@ -33,6 +36,9 @@ class DraftTask:
     seq: Sequence
     # 0 = keep the drafter's K/V up with the sequence, draft nothing.
     num_drafts: int
+    # For drafters with `needs_hidden`: the target's output for the step's tokens that stand, the
+    # last of them token `num_computed_tokens - 1`.  # [n, hidden]
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class Drafter(Protocol):
     name: str
     # Whether it keeps K/V in the worker's blocks.
     needs_kv: bool
+    # Whether it runs on the target's output, and reads the token after the one it writes K/V for.
+    needs_hidden: bool
     # Sequences of this length or longer get no drafts.
     max_sequence_len: int
 

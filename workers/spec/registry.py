@@ -15,12 +15,16 @@ from typing import Protocol
 import torch
 
 from workers.config import EngineConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, ModelLoadError
 from workers.kv.pool import KVShape
 from workers.models.loader import LoadedModel, check_pair, load_model
-from workers.models.runner import ModelRunner
+from workers.models.nextn import NextNAdapter, load_nextn
+from workers.models.runner import ImageCache, ModelRunner
 from workers.spec.draft_model import DraftModelDrafter
 from workers.spec.drafter import Drafter
+from workers.spec.nextn import NextNDrafter
+from workers.spec.ngram import NgramDrafter
+from workers.spec.token_map import TokenMap
 
 
 class DrafterSource(Protocol):
@@ -31,8 +35,8 @@ class DrafterSource(Protocol):
         """What it stores in the worker's blocks; None = nothing."""
         ...
 
-    def place(self, num_blocks: int) -> Drafter:
-        """Allocate its K/V and return the drafter."""
+    def place(self, target: ModelRunner) -> Drafter:
+        """Allocate its K/V beside the target's and return the drafter."""
         ...
 
 
@@ -41,26 +45,51 @@ class _DraftModelSource:
     config: EngineConfig
     target: LoadedModel
     draft: LoadedModel
-    device: torch.device
 
     @property
     def kv_shape(self) -> KVShape:
         return self.draft.adapter.kv_shape
 
-    def place(self, num_blocks: int) -> Drafter:
+    def place(self, target: ModelRunner) -> Drafter:
         config = self.config
         runner = ModelRunner(
             self.draft.adapter,
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            device=self.device,
+            num_blocks=target.limits.num_blocks,
+            block_size=target.limits.block_size,
+            device=target.device,
             attention_backend=config.attention_backend,
-            image_cache_bytes=config.cache.image_cache_bytes,
+            image_cache=ImageCache(config.cache.image_cache_bytes),
         )
         num_ids = min(self.target.num_ids, self.draft.num_ids)
-        # What the target ran in the step, and two tokens for each sequence that drafts.
-        room = config.scheduler.max_step_tokens + 2 * config.scheduler.max_running
-        return DraftModelDrafter(runner, num_ids, max_extend_tokens=room)
+        token_map = TokenMap(self.draft.num_ids, self.draft.filler_id)
+        return DraftModelDrafter(runner, num_ids, _extend_room(config), token_map)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NextNSource:
+    config: EngineConfig
+    head: NextNAdapter
+    num_ids: int
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return self.head.kv_shape
+
+    def place(self, target: ModelRunner) -> Drafter:
+        runner = ModelRunner(
+            self.head,
+            num_blocks=target.limits.num_blocks,
+            block_size=target.limits.block_size,
+            device=target.device,
+            attention_backend=self.config.attention_backend,
+            image_cache=target.image_cache,
+        )
+        return NextNDrafter(runner, self.num_ids, _extend_room(self.config))
+
+
+def _extend_room(config: EngineConfig) -> int:
+    """Tokens of one draft-extend: the target's step, and two for each sequence that drafts."""
+    return config.scheduler.max_step_tokens + 2 * config.scheduler.max_running
 
 
 def _load_draft_model(
@@ -70,11 +99,44 @@ def _load_draft_model(
         raise ConfigError("speculation.draft", None, "method draft_model needs a draft model")
     draft = load_model(config.speculation.draft, device)
     check_pair(target, draft)
-    return _DraftModelSource(config, target, draft, device)
+    if draft.adapter.linear_shape is not None:
+        raise ModelLoadError(
+            f"{config.speculation.draft.path}: a model with linear attention drafts only with its"
+            " own NEXTN head (method nextn); as a separate draft its state cannot follow drafts"
+        )
+    return _DraftModelSource(config, target, draft)
+
+
+def _load_nextn(
+    config: EngineConfig,
+    target: LoadedModel,
+    device: torch.device,  # noqa: ARG001 - the target's
+) -> DrafterSource:
+    return _NextNSource(config, load_nextn(config.target, target.adapter), target.num_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _NgramSource:
+    ngram_max: int
+    ngram_min: int
+    kv_shape: KVShape | None = None
+
+    def place(self, target: ModelRunner) -> Drafter:  # noqa: ARG002 - stores nothing in blocks
+        return NgramDrafter(self.ngram_max, self.ngram_min)
+
+
+def _load_ngram(
+    config: EngineConfig,
+    target: LoadedModel,  # noqa: ARG001 - any target; the engine checks the ids
+    device: torch.device,  # noqa: ARG001
+) -> DrafterSource:
+    return _NgramSource(config.speculation.ngram_max, config.speculation.ngram_min)
 
 
 METHODS: dict[str, Callable[[EngineConfig, LoadedModel, torch.device], DrafterSource]] = {
     "draft_model": _load_draft_model,
+    "nextn": _load_nextn,
+    "ngram": _load_ngram,
 }
 
 

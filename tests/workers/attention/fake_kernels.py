@@ -36,13 +36,12 @@ def standalone_varlen_fwd(
     """Answer as `vllm_flash_attn_2_cuda.varlen_fwd` of 2.6.2 does: 8 tensors."""
     assert (out, seqused_k, alibi_slopes, generator) == (None,) * 4
     assert (p_dropout, zero_tensors, softcap, return_softmax) == (0.0, False, 0.0, False)
-    assert (window_left, window_right) == (-1, -1)
     assert is_causal is True
     _check_lens(cu_seqlens_k, (len(block_table) + 1,))
     assert int(cu_seqlens_k[0]) == 0
     result = _attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table,
-        max_seqlen_q, max_seqlen_k, softmax_scale,
+        max_seqlen_q, max_seqlen_k, softmax_scale, (window_left, window_right),
     )  # fmt: skip
     return [result, q, k, v, result, None, None, None]
 
@@ -58,7 +57,6 @@ def vllm_varlen_fwd(
     """Answer as `torch.ops._vllm_fa2_C.varlen_fwd` of vLLM 0.32 does: result and softmax_lse."""
     assert (out, leftpad_k, alibi_slopes, generator) == (None,) * 4
     assert (p_dropout, zero_tensors, softcap, return_softmax) == (0.0, False, 0.0, False)
-    assert (window_left, window_right) == (-1, -1)
     assert is_causal is True
     assert num_splits in (0, 1)
     # Present and checked, but overruled by seqused_k; vLLM passes uninitialised memory.
@@ -66,7 +64,7 @@ def vllm_varlen_fwd(
     _check_lens(seqused_k, (len(block_table),))
     result = _attend(
         q, k, v, cu_seqlens_q, seqused_k, block_table,
-        max_seqlen_q, max_seqlen_k, softmax_scale,
+        max_seqlen_q, max_seqlen_k, softmax_scale, (window_left, window_right),
     )  # fmt: skip
     return [result, None]
 
@@ -79,7 +77,7 @@ def _check_lens(lens: Tensor, shape: tuple[int, ...]) -> None:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, k_lens: Tensor, block_table: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
+    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, window: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     assert isinstance(max_seqlen_q, int)
     assert isinstance(max_seqlen_k, int)
@@ -100,7 +98,13 @@ def _attend(
     assert 0 <= int(block_table.min()) <= int(block_table.max()) < num_blocks
     assert int(k_lens.max()) <= max_seqlen_k <= block_table.shape[1] * block_size
     lens = list(zip(cu_seqlens_q.diff().tolist(), k_lens.tolist(), strict=True))
-    result = attend(q, k, v, lens, block_table, scale=softmax_scale)
+    left, right = window
+    assert isinstance(left, int)
+    assert isinstance(right, int)
+    # Keys to the left of a row's own, itself not counted; causal hides all to its right.
+    assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
+    window_size = None if left < 0 else left + 1
+    result = attend(q, k, v, lens, block_table, scale=softmax_scale, window=window_size)
     for start, (q_len, _) in zip(cu_seqlens_q.tolist(), lens, strict=False):
         result[start + max_seqlen_q : start + q_len] = float("nan")
     return result.to(q.dtype)

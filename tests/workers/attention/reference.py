@@ -40,6 +40,8 @@ class Step:
     value_cache: Tensor  # [num_blocks, block_size, Hkv, D]
     meta: AttentionMetadata
     scale: float
+    # Keys that a row sees at most; None = all.
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ def make_step(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    window: int | None = None,
 ) -> Step:
     """Lay sequences out over scattered blocks among foreign ones; what nobody owns is NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +91,7 @@ def make_step(
         kv_lens_cpu=kv_lens,
     )
     keys, values = caches.to(dtype)
-    return Step(query.to(dtype), keys, values, meta, heads.head_dim**-0.5)
+    return Step(query.to(dtype), keys, values, meta, heads.head_dim**-0.5, window)
 
 
 def reference_attention(step: Step) -> Tensor:
@@ -96,7 +99,13 @@ def reference_attention(step: Step) -> Tensor:
     meta = step.meta
     lens = list(zip(meta.q_lens, meta.kv_lens_cpu, strict=True))
     return attend(
-        step.query, step.key_cache, step.value_cache, lens, meta.block_table, scale=step.scale
+        step.query,
+        step.key_cache,
+        step.value_cache,
+        lens,
+        meta.block_table,
+        scale=step.scale,
+        window=step.window,
     )
 
 
@@ -108,8 +117,12 @@ def attend(
     block_table: Tensor,  # [S, max blocks]
     *,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:  # [T, H, D] float64
-    """Attend one row and head at a time; row i of q_len sees kv_len - q_len + i + 1 keys."""
+    """Attend one row and head at a time; row i of q_len sees kv_len - q_len + i + 1 keys.
+
+    Of those, the last `window` at most.
+    """
     out = torch.empty(query.shape, dtype=torch.float64)
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads
@@ -119,9 +132,10 @@ def attend(
         keys = torch.stack([key_cache[slot] for slot in slots]).double()
         values = torch.stack([value_cache[slot] for slot in slots]).double()
         for i in range(q_len):
-            visible = kv_len - q_len + i + 1
+            end = kv_len - q_len + i + 1
+            visible = slice(0 if window is None else max(end - window, 0), end)
             for head in range(query.shape[1]):
-                scores = keys[:visible, head // group] @ query[row, head].double() * scale
-                out[row, head] = scores.softmax(0) @ values[:visible, head // group]
+                scores = keys[visible, head // group] @ query[row, head].double() * scale
+                out[row, head] = scores.softmax(0) @ values[visible, head // group]
             row += 1
     return out

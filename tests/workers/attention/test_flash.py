@@ -26,7 +26,7 @@ CUDA = torch.device("cuda")
 
 def run(step, backend=None):
     backend = backend or FlashBackend(find_distribution())
-    return backend(step.query, step.key_cache, step.value_cache, step.meta, step.scale)
+    return backend(step.query, step.key_cache, step.value_cache, step.meta, step.scale, step.window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -36,6 +36,16 @@ def test_matches_the_reference(interface, lens, dtype):
     out = run(step)
     assert out.dtype is dtype
     torch.testing.assert_close(out, reference_attention(step).to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("window", [1, 7, 39, 200])
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
+def test_a_window_reaches_the_kernel(interface, lens, window):
+    """The kernels count the keys before a row's own, we count its own too: off by one."""
+    step = make_step(lens, Heads(6, 2), dtype=torch.float16, window=window)
+    torch.testing.assert_close(
+        run(step), reference_attention(step).to(torch.float16), rtol=0, atol=0
+    )
 
 
 def test_finds_the_distribution(interface):
@@ -109,7 +119,7 @@ def test_an_unknown_signature_is_refused(monkeypatch):
 
 def upstream_signature(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    softmax_scale=None, causal=False, block_table=None,
+    softmax_scale=None, causal=False, window_size=(-1, -1), block_table=None,
 ):  # fmt: skip
     """Only its parameters are read."""
 

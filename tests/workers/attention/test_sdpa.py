@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ assert any(q_len > MAX_FOLDED_Q_LEN for q_len, _ in STEPS["ragged"])
 
 def run(step, backend=None):
     backend = backend or SdpaBackend()
-    return backend(step.query, step.key_cache, step.value_cache, step.meta, step.scale)
+    return backend(step.query, step.key_cache, step.value_cache, step.meta, step.scale, step.window)
 
 
 def check(step, tolerance=2e-6):
@@ -32,6 +34,13 @@ def check(step, tolerance=2e-6):
 @pytest.mark.parametrize("heads", [Heads(4, 4), Heads(6, 2), Heads(4, 1, 16)], ids=str)
 def test_matches_the_reference(lens, heads):
     check(make_step(lens, heads))
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 39, 89, 90, 1000])
+@pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("heads", [Heads(4, 4), Heads(6, 2)], ids=str)
+def test_a_window_matches_the_reference(lens, heads, window):
+    check(make_step(lens, heads, window=window))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -53,9 +62,32 @@ SEQUENCE = st.tuples(
     heads=st.sampled_from([Heads(2, 2), Heads(4, 2), Heads(7, 1)]),
     block_size=st.sampled_from([1, 3, 16, 32]),
     seed=st.integers(0, 2**16),
+    window=st.none() | st.integers(1, 100),
 )
-def test_random_steps_match_the_reference(lens, heads, block_size, seed):
-    check(make_step(lens, heads, block_size, seed=seed))
+def test_random_steps_match_the_reference(lens, heads, block_size, seed, window):
+    check(make_step(lens, heads, block_size, seed=seed, window=window))
+
+
+def test_layers_with_and_without_a_window_share_a_step():
+    """A plan remembered of a layer without a window must not serve one with a window."""
+    backend = SdpaBackend()
+    step = make_step(STEPS["ragged"])
+    for window in (None, 5, None, 17, 5, 500):
+        windowed = replace(step, window=window)
+        torch.testing.assert_close(
+            run(windowed, backend).double(), reference_attention(windowed), rtol=2e-6, atol=2e-6
+        )
+
+
+def test_a_window_still_keeps_other_sequences_out():
+    """The mask must not be taken for what keeps a NaN behind a sequence's end away."""
+    lens = [(1, 40), (1, 7), (5, 30), (1, 40)]
+    clean, broken = make_step(lens, window=4), make_step(lens, window=4)
+    broken.key_cache[int(broken.meta.block_table[0, 2])] = float("nan")
+    broken.value_cache[int(broken.meta.block_table[0, 2])] = float("nan")
+    out = run(broken)
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out[1:], run(clean)[1:], rtol=0, atol=0)
 
 
 def test_strided_query():

@@ -38,10 +38,13 @@ class AttentionBackend(Protocol):
         value_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
         meta: AttentionMetadata,
         scale: float,
+        window: int | None = None,
     ) -> Tensor:
         """Attend; the step's own keys and values must already be in the caches.
 
         Only slots a sequence owns, `[0, kv_len)`, influence its rows, whatever the others hold.
+        With `window`, a row sees that many keys at most, its own included: key k is visible to
+        row q of its sequence iff `q - window < k <= q`.
 
         Returns:
             One row per query row, in the query's dtype.  # [T, H, D]
@@ -58,17 +61,18 @@ class StepMemo(Generic[PlanT]):
 
     def __init__(self) -> None:
         self._meta: AttentionMetadata | None = None
-        self._key: tuple[object, ...] = ()
-        self._plan: PlanT | None = None
+        # One for each kind of layer: those with a window want another plan than those without.
+        self._plans: dict[tuple[object, ...], PlanT] = {}
 
     def get(
         self, meta: AttentionMetadata, key: tuple[object, ...], make: Callable[[], PlanT]
     ) -> PlanT:
-        """Return the plan of `meta` and `key`, made anew when either is not the latest."""
-        if self._plan is None or self._meta is not meta or self._key != key:
-            self._plan = make()
-            self._meta, self._key = meta, key
-        return self._plan
+        """Return the plan of `meta` and `key`, made anew for another `meta` than the latest."""
+        if self._meta is not meta:
+            self._meta, self._plans = meta, {}
+        if key not in self._plans:
+            self._plans[key] = make()
+        return self._plans[key]
 
 
 def write_kv(

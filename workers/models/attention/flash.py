@@ -104,6 +104,7 @@ class FlashBackend:
         value_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
         meta: AttentionMetadata,
         scale: float,
+        window: int | None = None,
     ) -> Tensor:
         """See `AttentionBackend`."""
         adapter = _lengths if self._distribution.takes_seqused_k else self._cumulative_lengths
@@ -116,6 +117,8 @@ class FlashBackend:
             max_seqlen_k=meta.max_kv_len,
             softmax_scale=scale,
             causal=True,
+            # Keys to the left and right of a row's own; -1 = all. A pair in both signatures.
+            window_size=[-1 if window is None else window - 1, -1 if window is None else 0],
             block_table=meta.block_table,
             **adapter(meta),
         )
@@ -217,7 +220,10 @@ def _takes_seqused_k(function: FlashFunction, label: str) -> bool:
         ModelLoadError: It is neither.
     """
     names = set(inspect.signature(function).parameters)
-    common = {"cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"}
+    common = {
+        *("cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"),
+        "window_size",
+    }
     if common | {"block_table", "seqused_k"} <= names:
         return True
     if common | {"block_table", "cu_seqlens_k"} <= names:

@@ -12,7 +12,7 @@ gather. Lengths are read on the host only (`q_lens`, `kv_lens_cpu`): no launch w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 # would otherwise be matrix-vector products. Above it each head of the group gets its own call,
 # because the mask of the folded rows would be as many times larger, and rows are plenty.
 MAX_FOLDED_Q_LEN = 32
+
+
+class _Layout(NamedTuple):
+    """What a plan depends on beside the step."""
+
+    block_size: int
+    heads_per_kv: int
+    dtype: torch.dtype
+    # Keys that a row sees at most; None = all.
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,15 +74,18 @@ class SdpaBackend:
         value_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
         meta: AttentionMetadata,
         scale: float,
+        window: int | None = None,
     ) -> Tensor:
         """See `AttentionBackend`."""
         block_size, num_kv_heads = key_cache.shape[1:3]
-        heads_per_kv = query.shape[1] // num_kv_heads
-        groups = self._groups.get(
-            meta,
-            (block_size, heads_per_kv, query.dtype),
-            lambda: _plan(meta, block_size, heads_per_kv, query.dtype),
+        layout = _Layout(
+            block_size,
+            query.shape[1] // num_kv_heads,
+            query.dtype,
+            # One that hides nothing in this step is none: the layers then share a plan.
+            None if window is not None and window >= meta.max_kv_len else window,
         )
+        groups = self._groups.get(meta, layout, lambda: _plan(meta, layout))
         if groups[0].token_rows is None:
             return _attend(query, key_cache, value_cache, groups[0], scale)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -134,26 +147,15 @@ def _gather(cache: Tensor, group: _Group) -> Tensor:
     return blocks.view(group.num_seqs, -1, *cache.shape[2:])[:, : group.max_kv_len]
 
 
-def _plan(
-    meta: AttentionMetadata, block_size: int, heads_per_kv: int, dtype: torch.dtype
-) -> tuple[_Group, ...]:
+def _plan(meta: AttentionMetadata, layout: _Layout) -> tuple[_Group, ...]:
     """Group the step's sequences by their number of new tokens."""
     by_q_len: dict[int, list[int]] = {}
     for row, q_len in enumerate(meta.q_lens):
         by_q_len.setdefault(q_len, []).append(row)
-    return tuple(
-        _plan_group(meta, rows, block_size, heads_per_kv if q_len <= MAX_FOLDED_Q_LEN else 1, dtype)
-        for q_len, rows in by_q_len.items()
-    )
+    return tuple(_plan_group(meta, rows, layout) for rows in by_q_len.values())
 
 
-def _plan_group(
-    meta: AttentionMetadata,
-    seq_rows: Sequence[int],
-    block_size: int,
-    rows_per_token: int,
-    dtype: torch.dtype,
-) -> _Group:
+def _plan_group(meta: AttentionMetadata, seq_rows: Sequence[int], layout: _Layout) -> _Group:
     """Lay out one group: its blocks, its token rows, and what they may see."""
     q_len = meta.q_lens[seq_rows[0]]
     lens_cpu = [meta.kv_lens_cpu[row] for row in seq_rows]
@@ -167,8 +169,10 @@ def _plan_group(
         block_table, kv_lens = block_table[index], kv_lens[index]
         starts = meta.cu_seqlens_q[index].to(torch.int64)
         token_rows = (starts.unsqueeze(1) + torch.arange(q_len, device=device)).flatten()
-    num_blocks = -(-max_kv_len // block_size)
+    num_blocks = -(-max_kv_len // layout.block_size)
+    num_slots = num_blocks * layout.block_size
     is_uniform = min(lens_cpu) == max_kv_len
+    sees_all = is_uniform and q_len == 1 and layout.window is None
     keys = torch.arange(max_kv_len, device=device)
     return _Group(
         num_seqs=len(seq_rows),
@@ -176,10 +180,8 @@ def _plan_group(
         max_kv_len=max_kv_len,
         blocks=block_table[:, :num_blocks].flatten().to(torch.int64),
         token_rows=token_rows,
-        tail_rows=None if is_uniform else _tail_rows(lens_cpu, num_blocks * block_size, device),
-        mask=None
-        if is_uniform and q_len == 1
-        else _causal_mask(kv_lens, keys, q_len, rows_per_token, dtype),
+        tail_rows=None if is_uniform else _tail_rows(lens_cpu, num_slots, device),
+        mask=None if sees_all else _causal_mask(kv_lens, keys, q_len, layout),
     )
 
 
@@ -192,24 +194,24 @@ def _tail_rows(lens: Sequence[int], stride: int, device: torch.device) -> Tensor
     return torch.cat(rows).to(device, non_blocking=True)
 
 
-def _causal_mask(
-    kv_lens: Tensor, keys: Tensor, q_len: int, rows_per_token: int, dtype: torch.dtype
-) -> Tensor:
+def _causal_mask(kv_lens: Tensor, keys: Tensor, q_len: int, layout: _Layout) -> Tensor:
     """What to add to the scores: 0 where visible, -inf elsewhere.
 
     Args:
         kv_lens: Length of each sequence.  # [n]
         keys: Index of every key.  # [L]
         q_len: New tokens, the last of which sees its sequence's last key.
-        rows_per_token: How often each token's row is repeated.
-        dtype: The scores' dtype.
+        layout: The scores' dtype, the window, and how many heads' rows may be folded.
 
     Returns:
-        # [n, 1, q_len * rows_per_token, L]
+        # [n, 1, q_len or q_len * heads per kv head, L]
     """
     last_keys = kv_lens.unsqueeze(1) - q_len + torch.arange(q_len, device=keys.device)  # [n, q_len]
     hidden = keys > last_keys.unsqueeze(2)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+    if layout.window is not None:
+        hidden |= keys <= last_keys.unsqueeze(2) - layout.window
+    mask = torch.zeros(hidden.shape, dtype=layout.dtype, device=keys.device)
     # Given as a float: torch would turn a bool into this in every layer.
     mask.masked_fill_(hidden, float("-inf"))
+    rows_per_token = layout.heads_per_kv if q_len <= MAX_FOLDED_Q_LEN else 1
     return mask.repeat_interleave(rows_per_token, dim=1).unsqueeze(1)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from workers.batch_info import RopeLayout, RopeTable
 from workers.contracts import ImageInput, MediaInput
 from workers.errors import ModelLoadError
+from workers.kv.linear_state import LinearShape
 from workers.kv.pool import KVShape
 from workers.models.paged import ATTENTION_NAME, PagedContext
 
@@ -38,6 +39,8 @@ class StackInput:
     embeddings: Tensor  # [T, hidden], images in place
     rope_positions: Tensor  # [T] or [3, T] int64
     visual: VisualRows | None = None
+    # For a head that runs on another model's output.  # [T, hidden]
+    previous: Tensor | None = None
 
 
 class ModelAdapter(ABC):
@@ -45,12 +48,15 @@ class ModelAdapter(ABC):
 
     rope_layout: ClassVar[RopeLayout] = RopeLayout.LINEAR
     takes_images: ClassVar[bool] = False
+    takes_videos: ClassVar[bool] = False
+    # Whether a video is one run of placeholders for each step of its grid, with text between
+    # them, or a single run.
+    splits_videos: ClassVar[bool] = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.config = model.config.get_text_config()
-        if getattr(self.config, "use_sliding_window", False):
-            raise ModelLoadError(f"{self.config.model_type}: use_sliding_window is not supported")
+        _check_rope(self.config)
 
     @classmethod
     @abstractmethod
@@ -97,11 +103,16 @@ class ModelAdapter(ABC):
         """What the model's keys and values need."""
         head_dim = getattr(self.config, "head_dim", None)
         return KVShape(
-            num_layers=int(self.config.num_hidden_layers),
+            layer_ids=tuple(range(int(self.config.num_hidden_layers))),
             num_kv_heads=int(self.config.num_key_value_heads),
             head_dim=int(head_dim or self.config.hidden_size // self.num_heads),
             dtype=self.dtype,
         )
+
+    @property
+    def linear_shape(self) -> LinearShape | None:
+        """What a sequence's recurrent state needs; None = the model has none."""
+        return None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -122,15 +133,25 @@ class ModelAdapter(ABC):
         return int(self._model.config.image_token_id)
 
     @property
+    def video_token_id(self) -> int:
+        """Placeholder of a video in the prompt; only where `takes_videos`."""
+        return int(self._model.config.video_token_id)
+
+    @property
     def merge_size(self) -> int:
         """Patches of a side that become one token; only where `takes_images`."""
         return int(self.vision_config.spatial_merge_size)
 
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of one patch of pixels; only where `takes_images`."""
+        vision = self.vision_config
+        return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
     def blank_image(self, start: int) -> ImageInput:
         """Return the smallest image the vision tower takes, for a warm-up."""
-        vision, side = self.vision_config, self.merge_size
-        patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels = np.zeros((side * side, patch_dim), np.float32)
+        side = self.merge_size
+        pixels = np.zeros((side * side, self.patch_dim), np.float32)
         return ImageInput(pixels, (1, side, side), b"blank", start, 1)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -185,6 +206,19 @@ class ModelAdapter(ABC):
             NotImplementedError: The family takes no images.
         """
         raise NotImplementedError(f"{self.config.model_type} takes no images")
+
+
+def _check_rope(config: Any) -> None:
+    """Refuse rope whose frequencies follow the longest sequence of a forward pass.
+
+    Packed with others, a request would get positions that depend on its neighbours.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # By kind of layer in families with several tables.
+    tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
+    for table in tables:
+        if table.get("rope_type") in ("dynamic", "longrope"):
+            raise ModelLoadError(f"{config.model_type}: {table['rope_type']} rope is not supported")
 
 
 class TextAdapter(ModelAdapter):

@@ -1,10 +1,10 @@
-"""Qwen2 and Qwen2.5 text checkpoints: linear positions, biased q/k/v."""
+"""Qwen2 and Qwen2.5 text checkpoints, dense and mixture of experts: biased q/k/v."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM, Qwen2MoeForCausalLM
 
 from workers.models.families.base import TextAdapter
 
@@ -16,3 +16,12 @@ class Qwen2Adapter(TextAdapter):
     def model_class(cls) -> Any:
         """See `ModelAdapter`."""
         return Qwen2ForCausalLM
+
+
+class Qwen2MoeAdapter(TextAdapter):
+    """`Qwen2MoeForCausalLM`."""
+
+    @classmethod
+    def model_class(cls) -> Any:
+        """See `ModelAdapter`."""
+        return Qwen2MoeForCausalLM
