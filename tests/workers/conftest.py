@@ -25,7 +25,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root: Path = tmp_path_factory.mktemp("checkpoints")
     known: dict[str, str] = {}
 
-    def path(family: str, seed: int = 0, **changes: int) -> str:
+    def path(family: str, seed: int = 0, **changes: float) -> str:
         name = "-".join([family, str(seed), *(f"{k}={v}" for k, v in sorted(changes.items()))])
         if name not in known:
             known[name] = tiny.save(root / name, family, seed, **changes)

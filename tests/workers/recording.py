@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.batch_info import ForwardBatch, ForwardMode
 from workers.engine import Engine
-from workers.models.runner import ModelRunner
+from workers.models.runner import ModelRunner, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,12 @@ def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RecordedSpan
         def recording(
             batch: ForwardBatch,
             *args: Any,
-            forward: Callable[..., Tensor] = forward,
+            forward: Callable[..., StepOutput] = forward,
             is_target: bool = runner is engine._runner,
-        ) -> Tensor:
+            **kwargs: Any,
+        ) -> StepOutput:
             spans.extend(_spans(engine, batch, is_target))
-            return forward(batch, *args)
+            return forward(batch, *args, **kwargs)
 
         monkeypatch.setattr(runner, "forward", recording)
     return spans

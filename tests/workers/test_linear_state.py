@@ -23,6 +23,9 @@ from workers.models.linear_step import LinearStep
 
 TOLERANCE = 1e-5
 DRAFTS = 5
+# Weights drawn wider amplify float32 rounding between one row at a time and many to 2e-5, drafts
+# or none.
+MILD = {"initializer_range": 0.08}
 # (request id, tokens computed) -> every layer's state
 States = dict[tuple[str, int], list[Tensor]]
 
@@ -30,7 +33,7 @@ PATTERNS: dict[str, Script] = {
     "none accepted": lambda name, n: (DRAFTS, 0),
     "all accepted": lambda name, n: (DRAFTS, DRAFTS),
     "alternating": lambda name, n: (DRAFTS, 2) if n % 2 else (0, 0),
-    "ragged": lambda name, n: ((hash((name, n)) >> 3) % 6, (hash((n, name)) >> 2) % 6),
+    "ragged": lambda name, n: ((7 * n + ord(name[1])) % 6, (5 * n + n // 4 + ord(name[1])) % 6),
     "one at a time": lambda name, n: (1, n % 2),
 }
 
@@ -39,7 +42,7 @@ def _requests(family: str) -> list[GenerationRequest]:
     is_vision = family in tiny.VISION_FAMILIES
     prompts: list[list[Any]] = [[3], [40], [9, (2, 3), 4], [70], [(3, 3)]]
     requests = []
-    for seed, parts in enumerate(prompts if is_vision else [[3], [40], [70]]):
+    for seed, parts in enumerate(prompts if is_vision else [[3], [40], [70], [33], [20]]):
         ids, media = tiny.prompt_for(family, seed, parts)
         requests.append(
             tiny.request(
@@ -99,7 +102,9 @@ def one_by_one(
 
     def of(family: str) -> tuple[dict[str, list[int]], States]:
         if family not in known:
-            engine = make_engine(checkpoints(family), prefix_caching=False, max_chunk_tokens=1)
+            engine = make_engine(
+                checkpoints(family, **MILD), prefix_caching=False, max_chunk_tokens=1
+            )
             tokens: dict[str, list[int]] = {}
             states = States()
             for request in _requests(family):
@@ -123,7 +128,7 @@ def test_b24_state_after_any_accept_pattern(
     """B24: after a partial accept the next step read the state of another column."""
     tokens, expected = one_by_one(family)
     for changes in ({"max_chunk_tokens": 512}, {"max_chunk_tokens": 7, "prefix_caching": False}):
-        engine = make_engine(checkpoints(family), num_draft_tokens=DRAFTS, **changes)
+        engine = make_engine(checkpoints(family, **MILD), num_draft_tokens=DRAFTS, **changes)
         script(engine, PATTERNS[pattern], tokens)
         outcome, states = _run(engine, _requests(family))
         assert outcome.failures == {}
@@ -145,8 +150,8 @@ def test_state_survives_preemption(
     tokens, expected = one_by_one(family)
     for prefix_caching in (False, True):
         engine = make_engine(
-            checkpoints(family),
-            num_blocks=7,
+            checkpoints(family, **MILD),
+            num_blocks=8 if family == "qwen3_5" else 6,
             num_draft_tokens=DRAFTS,
             prefix_caching=prefix_caching,
             state_interval=16,
@@ -165,7 +170,7 @@ def test_a_step_that_failed_left_the_states_alone(
 ) -> None:
     """A step narrowed down to a poison request runs its halves again, on the states before it."""
     tokens, expected = one_by_one("qwen3_5")
-    engine = make_engine(checkpoints("qwen3_5"), num_draft_tokens=DRAFTS)
+    engine = make_engine(checkpoints("qwen3_5", **MILD), num_draft_tokens=DRAFTS)
     script(engine, PATTERNS["ragged"], tokens)
     sampler = engine._target._sampler
     sample, calls = sampler.sample, {"n": 0}
@@ -189,7 +194,7 @@ def test_b25_a_repeated_conversation_with_cache_hits_equals_one_without(
     checkpoints: Checkpoints, method: str
 ) -> None:
     """B25: cached state held rejected drafts; no error, and half of the answers wrong."""
-    path = checkpoints("qwen3_5")
+    path = checkpoints("qwen3_5", **MILD)
     cached = make_engine(path, method=method, state_interval=16, max_chunk_tokens=64)
     plain = make_engine(path, prefix_caching=False)
     record, expected = _record(cached), _record(plain)

@@ -14,6 +14,8 @@ from tests.workers.tiny import Part, Video
 from workers.contracts import GenerationRequest
 from workers.engine import Engine
 
+# Families that may be a draft model.
+DRAFTED = [family for family in tiny.FAMILIES if family not in tiny.HYBRIDS]
 IMAGE_PARTS: list[list[Part]] = [
     [6, (3, 4), 5],
     [(2, 3), 4],
@@ -132,11 +134,11 @@ def test_b32_matrix(
 @pytest.mark.parametrize(
     ("family", "num_drafts"),
     [
-        *((family, 4) for family in tiny.FAMILIES),
+        *((family, 4) for family in DRAFTED),
         *((family, number) for family in ("llama", "qwen3_vl") for number in (1, 8, 16)),
     ],
 )
-def test_every_family(
+def test_every_family_with_a_draft_model(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     plain: Callable[[str], dict[str, list[int]]],
@@ -152,6 +154,37 @@ def test_every_family(
     stats = engine.stats()
     assert stats.spec_failures == {}
     assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "num_drafts"),
+    [
+        *((family, "ngram", 4) for family in tiny.FAMILIES),
+        *((family, "nextn", number) for family in tiny.HYBRIDS for number in (1, 4, 8)),
+    ],
+)
+def test_every_family_without_a_draft_model(
+    checkpoints: Checkpoints,
+    plain: Callable[[str], dict[str, list[int]]],
+    family: str,
+    method: str,
+    num_drafts: int,
+) -> None:
+    """B24: n-gram and NEXTN, on hybrids above all."""
+    path = checkpoints(family)
+    engine = make_engine(
+        path,
+        method=method,
+        ngram_min=1,
+        num_draft_tokens=num_drafts,
+        max_chunk_tokens=13,
+        state_interval=16,
+    )
+    _run_twice(engine, path, plain(family), family)
+    stats = engine.stats()
+    assert stats.spec_failures == {}
+    assert stats.draft_tokens > 0
     assert stats.cached_tokens > 0
 
 
@@ -191,7 +224,7 @@ def test_b30_forced_preemption(
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", DRAFTED)
 def test_a1_a_target_that_drafts_for_itself_is_always_accepted(
     checkpoints: Checkpoints, family: str
 ) -> None:

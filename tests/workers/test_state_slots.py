@@ -54,9 +54,8 @@ def test_chunks_end_where_states_are_kept() -> None:
     scheduler.add(_sequence("a", list(range(100))))
     ends = []
     while scheduler.has_work:
-        for item in _step(scheduler):
-            if item.num_draft_tokens == 0 and item.num_new_tokens > 1:
-                ends.append(item.num_new_tokens)
+        steps = [item for item in _step(scheduler) if item.num_draft_tokens == 0]
+        ends += [item.num_new_tokens for item in steps if item.num_new_tokens > 1]
     assert ends == [32, 32, 32, 4]
 
 

@@ -66,7 +66,7 @@ Part = int | tuple[int, int] | Video
 
 def save(path: Path, family: str, seed: int, *, noise: float = 0.0, **changes: Any) -> str:
     """Write a checkpoint of random weights, with noise on top, and return its directory."""
-    model = {**FAMILIES, **HYBRIDS}[family](seed, **changes).eval()
+    model = FAMILIES[family](seed, **changes).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight += noise * torch.randn_like(weight)

@@ -179,6 +179,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2_5_vl": partial(_vision, "Qwen2_5_VL", _SECTIONED, _WINDOWED_TOWER),
     "qwen3_vl": partial(_vision, "Qwen3VL", _INTERLEAVED, _DEEPSTACK),
     "qwen3_vl_moe": partial(_vision, "Qwen3VLMoe", {**_INTERLEAVED, **_EXPERTS}, _DEEPSTACK),
+    **HYBRIDS,
 }
 VISION_FAMILIES = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}

@@ -72,7 +72,7 @@ class StepOutput:
 class ModelRunner:
     """One model and its memory on one device."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one model's memory, all of it keyword arguments
         self,
         adapter: ModelAdapter,
         *,
