@@ -1,4 +1,4 @@
-"""The real application, as a user starts it: one server per session, with the demo models."""
+"""The real application, as a user starts it, with the demo models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +32,7 @@ class Server:
     ready_s: float
     # The official client; safe to use from several threads.
     client: openai.OpenAI
-
-    @property
-    def model(self) -> str:
-        return "specserve-demo"
+    model: str
 
     def pids(self, name: str = "") -> list[int]:
         """Return its processes whose command line contains `name`."""
@@ -62,10 +60,10 @@ def _reads(path: Path, text: str) -> bool:
         return False
 
 
-def start(log: Path, mark: str) -> subprocess.Popen[bytes]:
+def start(log: Path, mark: str, config: str) -> subprocess.Popen[bytes]:
     name, _, value = mark.partition("=")
     command = [sys.executable, "-m", "deploy", "serve", "--port", "0"]
-    command += ["--config", str(ROOT / "configs" / "demo.yaml")]
+    command += ["--config", str(ROOT / "configs" / f"{config}.yaml")]
     environment = os.environ | {name: value}
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -82,19 +80,19 @@ def wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     return ready[1]
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def running(config: str, log: Path) -> Iterator[Server]:
+    """Serve one of `configs/`, and see that it stops cleanly."""
     mark = f"SPECSERVE_TEST={uuid.uuid4().hex}"
-    log = tmp_path_factory.mktemp("server") / "log"
     started = time.monotonic()
-    process = start(log, mark)
+    process = start(log, mark, config)
     try:
         url = wait_ready(process, log)
         seconds = time.monotonic() - started
         with openai.OpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
         ) as client:
-            server = Server(url, mark, seconds, client)
+            server = Server(url, mark, seconds, client, client.models.list().data[0].id)
             yield server
     finally:
         process.send_signal(signal.SIGTERM)
@@ -106,3 +104,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert "stopped" in log.read_text()
     time.sleep(0.5)
     assert server.pids() == [], "processes were left behind"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running("demo", tmp_path_factory.mktemp("server") / "log") as server:
+        yield server

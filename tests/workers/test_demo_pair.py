@@ -34,10 +34,10 @@ def _content(conversation: tasks.Conversation) -> list[dict[str, object]]:
     return [text, *parts] if conversation.images_last else [*parts, text]
 
 
-def make_requests(count: int, **sampling: object) -> list[GenerationRequest]:
+def make_requests(count: int, model: str = TARGET, **sampling: object) -> list[GenerationRequest]:
     """Return held-out prompts of every kind, through the ingress's own prompt builder."""
     builder = PromptBuilder(
-        ServingTokenizer.load(TARGET, None), ImageProcessor.load(TARGET, None), ImageLimits()
+        ServingTokenizer.load(model, None), ImageProcessor.load(model, None), ImageLimits()
     )
     rng = random.Random(11)
     requests = []
