@@ -20,7 +20,8 @@ import numpy as np
 from PIL import Image
 from transformers import AutoImageProcessor, AutoVideoProcessor
 
-from serving.videos import LAYOUTS, VideoSupport
+from serving.errors import UnsupportedParameter
+from serving.videos import LAYOUTS, VideoLayout
 from workers.errors import InvalidRequest, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,27 @@ class VideoProcessor:
             num_tokens=math.prod(grid) // self._merge_area,
             seconds_per_grid=self.frames_per_step / fps,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VideoSupport:
+    """What an ingress needs for the videos of its model."""
+
+    layout: VideoLayout
+    # None = cannot be loaded here.
+    processor: VideoProcessor | None
+    # Why not.
+    problem: str = ""
+
+    def require(self, param: str) -> VideoProcessor:
+        """Return the processor.
+
+        Raises:
+            UnsupportedParameter: There is none in this installation.
+        """
+        if self.processor is None:
+            raise UnsupportedParameter(f"{param}: {self.problem}", param)
+        return self.processor
 
 
 def load_videos(model_type: str, path: str, revision: str | None) -> VideoSupport | None:

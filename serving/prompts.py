@@ -27,14 +27,14 @@ from serving.schema import (
     VideoPart,
 )
 from serving.textstream import TextRequest
-from serving.videos import FoundVideo, VideoSupport, placeholder_text, stack_frames, time_stamps
+from serving.videos import FoundVideo, placeholder_text, stack_frames, time_stamps
 from workers.contracts import GenerationRequest, SamplingParams
 from workers.errors import InvalidRequest
 
 if TYPE_CHECKING:  # these load transformers, which only the ingress process needs
     import numpy as np
 
-    from serving.processor import ImageProcessor, ProcessedImage
+    from serving.processor import ImageProcessor, ProcessedImage, VideoSupport
     from serving.tokenizer import ServingTokenizer
 
 # OpenAI's own default for /v1/completions; a chat runs to its end.

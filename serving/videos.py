@@ -11,18 +11,13 @@ model. Invariant: a request with a video either has all of it or is refused with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from serving.errors import UnsupportedParameter
 from workers.errors import InvalidRequest
-
-if TYPE_CHECKING:  # loads transformers
-    from serving.processor import VideoProcessor
 
 
 class VideoLayout(Enum):
@@ -41,27 +36,6 @@ LAYOUTS = {
     "qwen3_5": VideoLayout.TIMED_RUNS,
     "qwen3_5_moe": VideoLayout.TIMED_RUNS,
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VideoSupport:
-    """What an ingress needs for the videos of its model."""
-
-    layout: VideoLayout
-    # None = cannot be loaded here.
-    processor: VideoProcessor | None
-    # Why not.
-    problem: str = ""
-
-    def require(self, param: str) -> VideoProcessor:
-        """Return the processor.
-
-        Raises:
-            UnsupportedParameter: There is none in this installation.
-        """
-        if self.processor is None:
-            raise UnsupportedParameter(f"{param}: {self.problem}", param)
-        return self.processor
 
 
 class FoundVideo(NamedTuple):

@@ -1,4 +1,4 @@
-"""The seed's scenario through HTTP: a Qwen3.5 model that drafts with its own head, mixed batches."""
+"""The seed's scenario through HTTP: a Qwen3.5 model, its own head, image and text in one batch."""
 
 from __future__ import annotations
 

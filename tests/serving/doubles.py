@@ -16,11 +16,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from serving.api import Services, build_api
 from serving.images import ImageLimits
-from serving.processor import ImageProcessor
+from serving.processor import ImageProcessor, VideoSupport
 from serving.prompts import PromptBuilder
 from serving.relay import Relay
 from serving.tokenizer import ServingTokenizer
-from serving.videos import VideoSupport
 from workers.contracts import (
     FinishReason,
     GenerationRequest,

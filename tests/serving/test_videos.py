@@ -17,10 +17,10 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from serving.errors import UnsupportedParameter
 from serving.images import ImageLimits
-from serving.processor import VideoProcessor, load_videos
+from serving.processor import VideoProcessor, VideoSupport, load_videos
 from serving.prompts import PromptBuilder
 from serving.schema import ChatBody
-from serving.videos import VideoLayout, VideoSupport, placeholder_text, time_stamps
+from serving.videos import VideoLayout, placeholder_text, time_stamps
 from tests.serving.doubles import (
     ScriptedWorkers,
     data_url,

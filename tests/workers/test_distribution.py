@@ -77,3 +77,15 @@ def test_b16_with_the_ngram(checkpoints: Checkpoints, params: dict[str, float]) 
     ids = [2 + token_id % 22 for token_id in tiny.prompt(4, [60])[0]]
     _assert_the_targets(path, engine, _requests((ids, []), **params), params)
     assert engine.stats().accepted_tokens > 100
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_b16_with_a_nextn_head(checkpoints: Checkpoints, params: dict[str, float]) -> None:
+    """B16: few ids, so that the drafts of a random head are often right by chance."""
+    path = checkpoints("qwen3_5_text", vocab_size=24)
+    engine = make_engine(
+        path, method="nextn", num_blocks=400, max_running=64, max_waiting=NUM_REQUESTS
+    )
+    ids = [2 + token_id % 22 for token_id in tiny.prompt(4, [12])[0]]
+    _assert_the_targets(path, engine, _requests((ids, []), **params), params)
+    assert engine.stats().accepted_tokens > 50
