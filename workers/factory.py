@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -47,7 +48,11 @@ def build_engine(config: EngineConfig) -> Engine:
     workspace = workspace_bytes(config, target.adapter.vocab_size)
     if linear is not None:
         workspace += config.cache.state_cache_bytes
-    running_states = 0 if linear is None else config.scheduler.max_running * linear.state_bytes
+    state_bytes = 0 if linear is None else linear.state_bytes
+    if source is not None and source.state_bytes:
+        state_bytes += source.state_bytes
+        config = _without_prefix_caching(config)
+    running_states = config.scheduler.max_running * state_bytes
     num_blocks = count_blocks(config.cache, shapes, device, workspace, running_states)
     states = None if linear is None else make_state_slots(config, linear, num_blocks)
     runner = ModelRunner(
@@ -64,6 +69,13 @@ def build_engine(config: EngineConfig) -> Engine:
     _warm_up(engine, target.adapter)
     logger.info("engine ready: %d blocks of %d tokens", num_blocks, config.cache.block_size)
     return engine
+
+
+def _without_prefix_caching(config: EngineConfig) -> EngineConfig:
+    """A draft's recurrent state is kept at no place where a prefix could end."""
+    if config.cache.prefix_caching:
+        logger.warning("no prefix is reused: the draft model has linear attention")
+    return replace(config, cache=replace(config.cache, prefix_caching=False))
 
 
 def workspace_bytes(config: EngineConfig, vocab_size: int) -> int:

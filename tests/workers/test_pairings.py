@@ -65,9 +65,7 @@ def plain(checkpoints: Checkpoints) -> Callable[[str], dict[str, list[int]]]:
 
 
 def may_be_refused(target: str, draft: str) -> bool:
-    """A model with recurrent state cannot draft; two that see must see alike."""
-    if "3_5" in draft:
-        return True
+    """Two that see must see alike."""
     return target != draft and {target, draft} <= tiny.VISION_FAMILIES
 
 

@@ -57,7 +57,12 @@ class DraftModelDrafter(ModelDrafter):
         ]
         return self._runner.forward(batch, media)
 
-    def _forward_decode(self, batch: ForwardBatch, hidden: Tensor) -> StepOutput:  # noqa: ARG002
+    def _forward_decode(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor,  # noqa: ARG002 - a whole model starts from the token
+        sequences: Seq[Sequence],  # noqa: ARG002
+    ) -> StepOutput:
         return self._runner.forward(batch)
 
 

@@ -106,8 +106,16 @@ class ModelDrafter(ABC):
         """Run draft-extend."""
 
     @abstractmethod
-    def _forward_decode(self, batch: ForwardBatch, hidden: Tensor) -> StepOutput:
-        """Run draft decode; `hidden` is of the rows the batch follows.  # [S, hidden]."""
+    def _forward_decode(
+        self, batch: ForwardBatch, hidden: Tensor, sequences: Seq[Sequence]
+    ) -> StepOutput:
+        """Run draft decode.
+
+        Args:
+            batch: One token for each sequence.
+            hidden: Of the rows that it follows.  # [S, hidden]
+            sequences: Whose tokens they are.
+        """
 
     def _plan(self, tasks: Seq[DraftTask]) -> list[ExtendItem]:
         """Choose the tokens whose draft K/V is computed now.
@@ -184,7 +192,7 @@ class ModelDrafter(ABC):
         """Run one draft-decode step for the kept places of `live`."""
         kept = [present.live[place] for place in keep]
         batch = present.batch.next_decode(token_ids[keep], [item.row for item in kept])
-        out = self._forward_decode(batch, present.hidden[keep])
+        out = self._forward_decode(batch, present.hidden[keep], [item.seq for item in kept])
         live = [item._replace(row=row) for row, item in enumerate(kept)]
         return Pass(batch, out.logits, out.hidden, live)
 

@@ -99,7 +99,12 @@ class NextNDrafter(ModelDrafter):
             previous.append(output.rows[item.start - output.start : item.end - output.start])
         return self._runner.forward(batch, media, torch.cat(previous))
 
-    def _forward_decode(self, batch: ForwardBatch, hidden: Tensor) -> StepOutput:
+    def _forward_decode(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor,
+        sequences: Seq[Sequence],  # noqa: ARG002 - the head's own output is all it needs
+    ) -> StepOutput:
         return self._runner.forward(batch, previous=hidden)
 
 

@@ -15,13 +15,14 @@ from typing import Protocol
 import torch
 
 from workers.config import EngineConfig
-from workers.errors import ConfigError, ModelLoadError
+from workers.errors import ConfigError
 from workers.kv.pool import KVShape
 from workers.models.loader import LoadedModel, check_pair, load_model
 from workers.models.nextn import NextNAdapter, load_nextn
 from workers.models.runner import ImageCache, ModelRunner
 from workers.spec.draft_model import DraftModelDrafter
 from workers.spec.drafter import Drafter
+from workers.spec.hybrid_draft import DraftSlots, HybridDraftModelDrafter
 from workers.spec.nextn import NextNDrafter
 from workers.spec.ngram import NgramDrafter
 from workers.spec.token_map import TokenMap
@@ -33,6 +34,11 @@ class DrafterSource(Protocol):
     @property
     def kv_shape(self) -> KVShape | None:
         """What it stores in the worker's blocks; None = nothing."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state that each running sequence needs for it."""
         ...
 
     def place(self, target: ModelRunner) -> Drafter:
@@ -50,19 +56,29 @@ class _DraftModelSource:
     def kv_shape(self) -> KVShape:
         return self.draft.adapter.kv_shape
 
+    @property
+    def state_bytes(self) -> int:
+        linear = self.draft.adapter.linear_shape
+        return 0 if linear is None else 2 * linear.state_bytes
+
     def place(self, target: ModelRunner) -> Drafter:
         config = self.config
+        slots = DraftSlots(config.scheduler.max_running)
         runner = ModelRunner(
             self.draft.adapter,
             num_blocks=target.limits.num_blocks,
             block_size=target.limits.block_size,
             device=target.device,
             attention_backend=config.attention_backend,
+            num_state_slots=slots.num_slots,
             image_cache=ImageCache(config.cache.image_cache_bytes),
         )
         num_ids = min(self.target.num_ids, self.draft.num_ids)
         token_map = TokenMap(self.draft.num_ids, self.draft.filler_id)
-        return DraftModelDrafter(runner, num_ids, _extend_room(config), token_map)
+        room = _extend_room(config)
+        if runner.states is None:
+            return DraftModelDrafter(runner, num_ids, room, token_map)
+        return HybridDraftModelDrafter(runner, num_ids, room, token_map, slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +86,7 @@ class _NextNSource:
     config: EngineConfig
     head: NextNAdapter
     num_ids: int
+    state_bytes: int = 0
 
     @property
     def kv_shape(self) -> KVShape:
@@ -99,11 +116,6 @@ def _load_draft_model(
         raise ConfigError("speculation.draft", None, "method draft_model needs a draft model")
     draft = load_model(config.speculation.draft, device)
     check_pair(target, draft)
-    if draft.adapter.linear_shape is not None:
-        raise ModelLoadError(
-            f"{config.speculation.draft.path}: a model with linear attention drafts only with its"
-            " own NEXTN head (method nextn); as a separate draft its state cannot follow drafts"
-        )
     return _DraftModelSource(config, target, draft)
 
 
@@ -120,6 +132,7 @@ class _NgramSource:
     ngram_max: int
     ngram_min: int
     kv_shape: KVShape | None = None
+    state_bytes: int = 0
 
     def place(self, target: ModelRunner) -> Drafter:  # noqa: ARG002 - stores nothing in blocks
         return NgramDrafter(self.ngram_max, self.ngram_min)
