@@ -33,7 +33,7 @@ fmt: $(VENV)/.dev  ## Format and fix what can be fixed.
 	$(BIN)/ruff format .
 
 # The allocator keeps freed memory: without that a step takes a fifth longer.
-demo-models: $(VENV)/.app  ## Train the embedded demo pair again (up to 30 minutes on 2 cores).
+demo-models: $(VENV)/.app  ## Train the embedded demo models again (an hour and more on 2 cores).
 	OMP_WAIT_POLICY=PASSIVE MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 \
 	  MALLOC_TOP_PAD_=100000000 $(BIN)/python -m deploy.demo.train
 

@@ -37,6 +37,12 @@ HEAD_DIM: Final = 64  # of full attention; a quarter of it carries positions
 VISION_HEAD_DIM: Final = 32
 LINEAR_HEAD_DIM: Final = 32
 FULL_ATTENTION_INTERVAL: Final = 4
+ROPE: Final = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+}
 MROPE_SECTION: Final = (3, 3, 2)  # frequencies for time, height and width, in Qwen's proportions
 NUM_PLACES: Final = models.MAX_PIXELS // models.PATCH**2  # learned, of the largest square's patches
 SLOWEST: Final = 0.002  # forgetting per token at first, before a head's own factor
@@ -89,13 +95,7 @@ def build_config(size: NextnSize, tokenizer: PreTrainedTokenizerFast) -> Qwen3_5
             "bos_token_id": ids[tok.END_OF_TEXT],
             "eos_token_id": ids[tok.TURN_END],
             "pad_token_id": ids[tok.END_OF_TEXT],
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": list(MROPE_SECTION),
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": {**ROPE, "mrope_section": list(MROPE_SECTION)},
             "mtp_num_hidden_layers": 1,
             "mtp_use_dedicated_embeddings": False,
             "tie_word_embeddings": True,
