@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from workers.config import (
@@ -92,3 +92,13 @@ def run(
         assert num_steps < 5000, "the engine does not come to an end"
     assert engine.blocks.num_free == engine.blocks.num_blocks, "blocks leaked"
     return outcome
+
+
+def growing_batches(
+    requests: list[GenerationRequest], largest: int = 8
+) -> Iterator[list[GenerationRequest]]:
+    """Split requests into batches of 1, 2, ... `largest`."""
+    first = 0
+    for size in range(1, largest + 1):
+        yield requests[first : first + size]
+        first += size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.workers import reference
-from tests.workers.engines import make_engine, run
+from tests.workers.engines import growing_batches, make_engine, run
 from tests.workers.test_demo_pair import KINDS, make_requests
 from tests.workers.test_lossless import assert_same
 from workers.contracts import GenerationRequest
@@ -29,10 +29,7 @@ def test_lossless(temperature: float) -> None:
             state_interval=32,
         )
         for _ in range(2):
-            first = 0
-            for size in range(1, 8):
-                group = requests[first : first + size]
-                first += size
+            for group in growing_batches(requests, largest=7):
                 assert_same(MODEL, group, run(engine, group), plain)
         stats = engine.stats()
         assert stats.spec_failures == {}

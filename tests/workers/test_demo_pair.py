@@ -16,7 +16,7 @@ from serving.prompts import PromptBuilder
 from serving.schema import ChatBody
 from serving.tokenizer import ServingTokenizer
 from tests.workers import reference
-from tests.workers.engines import make_engine, run
+from tests.workers.engines import growing_batches, make_engine, run
 from tests.workers.test_lossless import assert_same
 from workers.contracts import GenerationRequest
 
@@ -79,10 +79,7 @@ def test_lossless(
     """Batches of 1 to 8, image and text mixed, then again on the prefixes they left."""
     engine = make_engine(TARGET, DRAFT, num_draft_tokens=num_drafts, max_chunk_tokens=chunk)
     for _ in range(2):
-        first = 0
-        for size in range(1, 9):
-            group = requests_[first : first + size]
-            first += size
+        for group in growing_batches(requests_):
             assert_same(TARGET, group, run(engine, group), plain)
     stats = engine.stats()
     assert stats.spec_failures == {}

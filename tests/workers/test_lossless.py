@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.workers import reference, tiny
 from tests.workers.conftest import Checkpoints
-from tests.workers.engines import Outcome, make_engine, run
+from tests.workers.engines import Outcome, growing_batches, make_engine, run
 from tests.workers.tiny import Part, Video
 from workers.contracts import GenerationRequest
 from workers.engine import Engine
@@ -61,14 +61,6 @@ def _pool(family: str, count: int = 36) -> list[GenerationRequest]:
     return requests
 
 
-def _groups(requests: list[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
-    """Batches of 1, 2, ... 8 requests."""
-    first = 0
-    for size in range(1, 9):
-        yield requests[first : first + size]
-        first += size
-
-
 def assert_same(
     path: str, requests: list[GenerationRequest], ours: Outcome, plain: dict[str, list[int]]
 ) -> None:
@@ -98,7 +90,7 @@ def plain(checkpoints: Checkpoints) -> Callable[[str], dict[str, list[int]]]:
 def _run_twice(engine: Engine, path: str, expected: dict[str, list[int]], family: str) -> None:
     """Run every batch size, then the same requests again on the prefixes they left."""
     for _ in range(2):
-        for group in _groups(_pool(family)):
+        for group in growing_batches(_pool(family)):
             assert_same(path, group, run(engine, group), expected)
 
 
@@ -217,7 +209,7 @@ def test_b30_forced_preemption(
         max_chunk_tokens=16,
         prefix_caching=False,
     )
-    for group in _groups(_pool("qwen2_5_vl")):
+    for group in growing_batches(_pool("qwen2_5_vl")):
         outcome = run(engine, group)
         assert_same(path, group, outcome, plain("qwen2_5_vl"))
     assert engine.stats().preemptions > 0

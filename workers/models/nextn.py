@@ -88,16 +88,6 @@ class NextNAdapter(ModelAdapter):
         self.rope_layout: RopeLayout = target.rope_layout  # type: ignore[misc]
         self.takes_images: bool = target.takes_images  # type: ignore[misc]
 
-    @classmethod
-    def model_class(cls) -> Any:
-        """See `ModelAdapter`; a head is made from its target."""
-        raise NotImplementedError
-
-    @classmethod
-    def attention_setting(cls) -> str | dict[str, str]:
-        """See `ModelAdapter`; a head is made from its target."""
-        raise NotImplementedError
-
     @property
     def text_model(self) -> nn.Module:
         """See `ModelAdapter`."""

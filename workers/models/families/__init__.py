@@ -5,7 +5,7 @@ Adding a family is a file here, a line in `ADAPTERS` and a row in the parity tes
 
 from __future__ import annotations
 
-from workers.models.families.base import ModelAdapter
+from workers.models.families.base import CheckpointAdapter, ModelAdapter
 from workers.models.families.gemma3 import Gemma3TextAdapter
 from workers.models.families.llama import LlamaAdapter
 from workers.models.families.qwen2 import Qwen2Adapter, Qwen2MoeAdapter
@@ -21,7 +21,7 @@ from workers.models.families.qwen3_5 import (
 from workers.models.families.qwen3_vl import Qwen3VLAdapter, Qwen3VLMoeAdapter
 
 # model_type in config.json -> adapter
-ADAPTERS: dict[str, type[ModelAdapter]] = {
+ADAPTERS: dict[str, type[CheckpointAdapter]] = {
     "gemma3_text": Gemma3TextAdapter,
     "llama": LlamaAdapter,
     "qwen2": Qwen2Adapter,

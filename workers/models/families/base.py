@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from workers.batch_info import RopeLayout, RopeTable
 from workers.contracts import ImageInput, MediaInput
-from workers.errors import ModelLoadError
+from workers.errors import InvalidRequest, ModelLoadError
 from workers.kv.linear_state import LinearShape
 from workers.kv.pool import KVShape
 from workers.models.paged import ATTENTION_NAME, PagedContext
@@ -57,16 +57,6 @@ class ModelAdapter(ABC):
         self._model = model
         self.config = model.config.get_text_config()
         _check_rope(self.config)
-
-    @classmethod
-    @abstractmethod
-    def model_class(cls) -> Any:
-        """Return transformers' class with the language-model head."""
-
-    @classmethod
-    @abstractmethod
-    def attention_setting(cls) -> str | dict[str, str]:
-        """Return `attn_implementation`: ours for the text stack, sdpa for a vision tower."""
 
     @property
     @abstractmethod
@@ -199,13 +189,27 @@ class ModelAdapter(ABC):
         """Return the prompt's multimodal positions; None where positions are linear."""
         return None
 
-    def embed_media(self, media: MediaInput) -> Tensor:
+    def embed_media(self, media: MediaInput) -> Tensor:  # noqa: ARG002 - for families with images
         """Run the vision tower over one image or video.  # [num_tokens, feature width].
 
         Raises:
-            NotImplementedError: The family takes no images.
+            InvalidRequest: The family takes none; admission has refused such a request before.
         """
-        raise NotImplementedError(f"{self.config.model_type} takes no images")
+        raise InvalidRequest(f"{self.config.model_type} takes no images", "messages")
+
+
+class CheckpointAdapter(ModelAdapter):
+    """A family that is loaded from a checkpoint of its own, as all in `ADAPTERS` are."""
+
+    @classmethod
+    @abstractmethod
+    def model_class(cls) -> Any:
+        """Return transformers' class with the language-model head."""
+
+    @classmethod
+    @abstractmethod
+    def attention_setting(cls) -> str | dict[str, str]:
+        """Return `attn_implementation`: ours for the text stack, sdpa for a vision tower."""
 
 
 def _check_rope(config: Any) -> None:
@@ -221,12 +225,12 @@ def _check_rope(config: Any) -> None:
             raise ModelLoadError(f"{config.model_type}: {table['rope_type']} rope is not supported")
 
 
-class TextAdapter(ModelAdapter):
+class TextAdapter(CheckpointAdapter):
     """Shared by text families: one stack, linear positions."""
 
     @classmethod
     def attention_setting(cls) -> str | dict[str, str]:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return ATTENTION_NAME
 
     @property

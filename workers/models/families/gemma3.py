@@ -27,7 +27,7 @@ class Gemma3TextAdapter(TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Gemma3ForCausalLM
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,5 +14,5 @@ class LlamaAdapter(TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return LlamaForCausalLM

@@ -14,7 +14,7 @@ class Qwen2Adapter(TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen2ForCausalLM
 
 
@@ -23,5 +23,5 @@ class Qwen2MoeAdapter(TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen2MoeForCausalLM

@@ -14,5 +14,5 @@ class Qwen25VLAdapter(QwenVisionAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen2_5_VLForConditionalGeneration

@@ -14,7 +14,7 @@ class Qwen3Adapter(TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3ForCausalLM
 
 
@@ -23,5 +23,5 @@ class Qwen3MoeAdapter(TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3MoeForCausalLM

@@ -63,7 +63,7 @@ class Qwen35Adapter(_HybridAdapter, QwenVisionAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3_5ForConditionalGeneration
 
 
@@ -72,7 +72,7 @@ class Qwen35MoeAdapter(Qwen35Adapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3_5MoeForConditionalGeneration
 
 
@@ -81,7 +81,7 @@ class Qwen35TextAdapter(_HybridAdapter, TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3_5ForCausalLM
 
 
@@ -90,5 +90,5 @@ class Qwen35MoeTextAdapter(Qwen35TextAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3_5MoeForCausalLM

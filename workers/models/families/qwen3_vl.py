@@ -24,7 +24,7 @@ class Qwen3VLAdapter(QwenVisionAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3VLForConditionalGeneration
 
     def _features(self, output: Any) -> Tensor:
@@ -57,5 +57,5 @@ class Qwen3VLMoeAdapter(Qwen3VLAdapter):
 
     @classmethod
     def model_class(cls) -> Any:
-        """See `ModelAdapter`."""
+        """See `CheckpointAdapter`."""
         return Qwen3VLMoeForConditionalGeneration

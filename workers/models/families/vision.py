@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from workers.batch_info import RopeLayout, RopeTable
 from workers.contracts import MediaInput, VideoInput
-from workers.models.families.base import ModelAdapter
+from workers.models.families.base import CheckpointAdapter
 from workers.models.paged import ATTENTION_NAME
 
 # Values of mm_token_type_ids.
 _TEXT, _IMAGE, _VIDEO = 0, 1, 2
 
 
-class QwenVisionAdapter(ModelAdapter):
+class QwenVisionAdapter(CheckpointAdapter):
     """A text stack beside a vision tower, both inside `model.model`."""
 
     rope_layout: ClassVar[RopeLayout] = RopeLayout.MROPE
@@ -32,7 +32,7 @@ class QwenVisionAdapter(ModelAdapter):
 
     @classmethod
     def attention_setting(cls) -> str | dict[str, str]:
-        """See `ModelAdapter`: a plain string would reach the vision tower too."""
+        """See `CheckpointAdapter`: a plain string would reach the vision tower too."""
         return {"": "sdpa", "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
     @property
