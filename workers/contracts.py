@@ -80,6 +80,28 @@ class SamplingParams:
     min_tokens: int = 0
     # Drafts per step at most for this request; None = the worker's setting, 0 = no speculation.
     max_draft_tokens: int | None = None
+    # Taken off the logit of each token that was emitted: once, and for each time.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # Divides the positive logits, and multiplies the negative ones, of all tokens of prompt and
+    # output.
+    repetition_penalty: float = 1.0
+    # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # Most likely tokens to report at each emitted one, beside its own log-probability; None = no
+    # log-probabilities. They are the model's, before bias, penalties, temperature and filters.
+    num_logprobs: int | None = None
+    # The same for the prompt's tokens.
+    num_prompt_logprobs: int | None = None
+    # What the output must match, in llguidance's grammar format; None = anything.
+    grammar: str | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        )
 
 
 @pickled_by_name
@@ -175,6 +197,17 @@ class GenerationRequest:
 
 @pickled_by_name
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model thought a token."""
+
+    token_id: int
+    logprob: float
+    # (token id, log-probability) of the most likely ones, the likeliest first; as many as asked.
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@pickled_by_name
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """All tokens of one request from one step; the last one carries the finish reason."""
 
@@ -188,13 +221,25 @@ class TokenDelta:
     # Totals for the request on this worker; accepted as verified, before a stop trims a block.
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    # Steps that gave the request tokens, and those that went without drafts by a failure.
+    num_steps: int = 0
+    num_fallbacks: int = 0
+    # One a token, if asked.
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    # One a prompt token, the first None, if asked; with the first delta only.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def after(self, num_emitted: int) -> TokenDelta:
         """Drop the tokens that a client holding `num_emitted` tokens already has."""
         skip = max(0, min(num_emitted - self.start, len(self.token_ids)))
         if skip == 0:
             return self
-        return replace(self, start=self.start + skip, token_ids=self.token_ids[skip:])
+        return replace(
+            self,
+            start=self.start + skip,
+            token_ids=self.token_ids[skip:],
+            logprobs=None if self.logprobs is None else self.logprobs[skip:],
+        )
 
 
 @pickled_by_name
