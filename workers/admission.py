@@ -12,24 +12,49 @@ import math
 from workers.contracts import GenerationRequest, MediaInput, SamplingParams, VideoInput
 from workers.errors import GenerationFailed, InvalidRequest, RequestError
 from workers.models.families import ModelAdapter
+from workers.sampling.grammar import GrammarCompiler, GrammarState
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.spec.drafter import Drafter
 
 # A day. Positions grow with it, and rope in float32 must still tell them apart.
 _MAX_SECONDS_PER_GRID = 86_400.0
+# Most likely tokens reported at one position.
+MAX_LOGPROBS = 20
+_LOGPROBS = f"in [0, {MAX_LOGPROBS}]"
 
 
 class Admission:
     """Checks requests for one model, its tokens and its drafter."""
 
     def __init__(
-        self, adapter: ModelAdapter, num_ids: int, scheduler: Scheduler, drafter: Drafter | None
+        self,
+        adapter: ModelAdapter,
+        num_ids: int,
+        scheduler: Scheduler,
+        drafter: Drafter | None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._adapter = adapter
         self._num_ids = num_ids
         self._scheduler = scheduler
         self._drafter = drafter
+        # None for a checkpoint without a tokenizer.
+        self._grammars = grammars
+
+    def grammar(self, request: GenerationRequest) -> GrammarState | None:
+        """Return where the request's output begins in its grammar; None without one.
+
+        May take long for a new grammar, and may be called from any thread.
+
+        Raises:
+            InvalidRequest: It cannot be compiled.
+        """
+        if request.sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this model has no tokenizer to follow a grammar with", "grammar")
+        return self._grammars.state(request.sampling.grammar)
 
     def sequence(self, request: GenerationRequest) -> Sequence:
         """Return the sequence for a request.
@@ -66,6 +91,7 @@ class Admission:
             stop_ids=eos_ids | frozenset(sampling.stop_token_ids),
             max_len=limit,
             rope=self._adapter.rope_table(request.prompt_ids, request.media),
+            grammar=self.grammar(request),
             may_draft=may_draft,
             needs_draft_kv=may_draft and drafter is not None and drafter.needs_kv,
         )
@@ -76,6 +102,7 @@ class Admission:
         for name, ids in (
             ("prompt", (*request.prompt_ids, *request.emitted_ids)),
             ("stop_token_ids", request.sampling.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
         ):
             if ids and (min(ids) < 0 or max(ids) >= self._num_ids):
                 raise InvalidRequest(f"{name}: a token id is outside [0, {self._num_ids})", name)
@@ -144,6 +171,15 @@ def _check_sampling(sampling: SamplingParams) -> None:
         "min_tokens": (sampling.min_tokens >= 0, "at least 0"),
         "max_draft_tokens": ((sampling.max_draft_tokens or 0) >= 0, "at least 0"),
         "seed": (-(2**63) <= sampling.seed < 2**63, "a signed 64-bit integer"),
+        "presence_penalty": (-2 <= sampling.presence_penalty <= 2, "in [-2, 2]"),
+        "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, "in [-2, 2]"),
+        "repetition_penalty": (0 < sampling.repetition_penalty < math.inf, "above 0"),
+        "logit_bias": (all(abs(b) <= 100 for _, b in sampling.logit_bias), "in [-100, 100]"),
+        "num_logprobs": (0 <= (sampling.num_logprobs or 0) <= MAX_LOGPROBS, _LOGPROBS),
+        "num_prompt_logprobs": (
+            0 <= (sampling.num_prompt_logprobs or 0) <= MAX_LOGPROBS,
+            _LOGPROBS,
+        ),
     }
     for name, (is_right, accepted) in ranges.items():
         if not is_right:

@@ -99,9 +99,7 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        )
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @pickled_by_name

@@ -23,6 +23,7 @@ from workers.kv.block_manager import BlockManager
 from workers.kv.state_slots import StateSlots
 from workers.models.device import is_device_lost
 from workers.models.runner import ModelRunner
+from workers.sampling.grammar import GrammarCompiler
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.spec.drafter import Drafter, DraftStage, DraftTask
@@ -52,6 +53,7 @@ class Engine:
         num_ids: int,
         drafter: Drafter | None = None,
         states: StateSlots | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -61,6 +63,7 @@ class Engine:
             num_ids: Ids that are tokens.
             drafter: None = plain decoding.
             states: For a target with linear attention, as many slots as the runner's.
+            grammars: None = requests with a grammar are refused.
         """
         self.config = config
         self._runner = runner
@@ -75,7 +78,7 @@ class Engine:
             lookahead=int(keep_hidden),
         )
         self.scheduler = Scheduler(config.scheduler, self.blocks, runner.adapter.max_positions)
-        self._admission = Admission(runner.adapter, num_ids, self.scheduler, drafter)
+        self._admission = Admission(runner.adapter, num_ids, self.scheduler, drafter, grammars)
         self._num_ids = num_ids
         self._sequences: dict[str, Sequence] = {}
         self.recorder = StatsRecorder(config.speculation.num_draft_tokens)
@@ -111,6 +114,14 @@ class Engine:
     def forget_statistics(self) -> None:
         """Count from zero again (after a warm-up)."""
         self.recorder = StatsRecorder(self.config.speculation.num_draft_tokens)
+
+    def prepare(self, request: GenerationRequest) -> None:
+        """Do what may take long for a request, on any thread, so that `add` need not.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
+        self._admission.grammar(request)
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request.
@@ -179,10 +190,16 @@ class Engine:
             self.blocks.withdraw(seq)
             self._fail(seq, outcome.error, result)
             return
+        if seq.prompt_logprobs is not None:
+            # Run again after a preemption, a chunk brings some that are there already.
+            known = len(seq.prompt_logprobs) - item.seq.num_computed_tokens - 1
+            seq.prompt_logprobs += outcome.prompt_logprobs[known:]
         start = seq.num_emitted
         appended = self.scheduler.commit(item, outcome.token_ids)
         if not appended:
             return
+        seq.num_steps += 1
+        seq.num_fallbacks += outcome.draft_failure is not None
         self.recorder.committed(item, len(outcome.token_ids) - 1, len(appended))
         result.deltas.append(
             TokenDelta(
@@ -193,6 +210,10 @@ class Engine:
                 num_cached_tokens=seq.num_cached_tokens or 0,
                 num_draft_tokens=seq.num_draft_tokens,
                 num_accepted_tokens=seq.num_accepted_tokens,
+                num_steps=seq.num_steps,
+                num_fallbacks=seq.num_fallbacks,
+                logprobs=outcome.logprobs and outcome.logprobs[: len(appended)],
+                prompt_logprobs=seq.take_prompt_logprobs(),
             )
         )
         if seq.finish_reason is not None:
@@ -219,7 +240,10 @@ class Engine:
             self.recorder.spec_failed(DraftStage.PROPOSE, type(error).__name__)
             for task in tasks:
                 task.seq.drop_drafts()
+                task.seq.num_fallbacks += task.num_drafts > 0
             return
+        for task in tasks if proposal.failures else ():
+            task.seq.num_fallbacks += task.num_drafts > 0 and not task.seq.draft_ids
         for failure in proposal.failures:
             logger.warning("drafting failed in %s: %s", failure.stage, failure.reason)
             self.recorder.spec_failed(failure.stage, failure.reason)
@@ -239,14 +263,15 @@ class Engine:
         return self.scheduler.plan_drafts(seq, self.config.speculation.num_draft_tokens)
 
     def _checked(self, task: DraftTask, draft_ids: Seq[int]) -> list[int]:
-        """Cut drafts at the first id the target has no token for, and at what was asked."""
+        """Cut drafts at what was asked, and at the first that is no token or not legal."""
         kept: list[int] = []
         for token_id in draft_ids[: task.num_drafts]:
             if not (isinstance(token_id, int) and 0 <= token_id < self._num_ids):
                 self.recorder.spec_failed(DraftStage.PROPOSE, "id_out_of_range")
                 break
             kept.append(token_id)
-        return kept
+        grammar = task.seq.grammar
+        return kept if grammar is None else kept[: grammar.num_legal(kept)]
 
     def _fail(self, seq: Sequence, message: str, result: StepResult) -> None:
         logger.warning("request %s: %s", seq.request_id, message)

@@ -4,7 +4,7 @@ Owns the thread that steps the engine, the mailbox to it and one queue per strea
 no HTTP. Commands go in through the mailbox and run between steps; results come out once per step
 for all requests together, so the asyncio loop wakes once a step and not once a token.
 
-Invariants: only the engine's thread touches the engine (statistics aside, which are values); every
+Invariants: only the engine's thread touches the engine (but for `prepare`, made for it); every
 stream ends with a finish reason or an exception, also when the thread dies; a stream gets its own
 run's deltas only, since each run has a key of its own and a request id may come again (a replay).
 """
@@ -74,6 +74,8 @@ class EngineLoop:
         """
         self.check_health()
         self._loop = asyncio.get_running_loop()
+        if request.sampling.grammar is not None:
+            await asyncio.to_thread(self._engine.prepare, request)
         key = f"{request.request_id}#{next(self._keys)}"
         queue = self._streams[key] = asyncio.Queue()
         over = False

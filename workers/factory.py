@@ -22,8 +22,9 @@ from workers.kv.linear_state import LinearShape
 from workers.kv.pool import KVShape
 from workers.kv.state_slots import StateSlots
 from workers.models.families import ModelAdapter
-from workers.models.loader import load_model, resolve_device
+from workers.models.loader import LoadedModel, load_model, resolve_device
 from workers.models.runner import ImageCache, ModelRunner
+from workers.sampling.grammar import GrammarCompiler
 from workers.spec.registry import load_drafter
 
 logger = logging.getLogger(__name__)
@@ -65,10 +66,26 @@ def build_engine(config: EngineConfig) -> Engine:
         image_cache=ImageCache(config.cache.image_cache_bytes),
     )
     drafter = None if source is None else source.place(runner)
-    engine = Engine(config, runner, num_ids=target.num_ids, drafter=drafter, states=states)
+    engine = Engine(
+        config,
+        runner,
+        num_ids=target.num_ids,
+        drafter=drafter,
+        states=states,
+        grammars=_load_grammars(target),
+    )
     _warm_up(engine, target.adapter)
     logger.info("engine ready: %d blocks of %d tokens", num_blocks, config.cache.block_size)
     return engine
+
+
+def _load_grammars(target: LoadedModel) -> GrammarCompiler | None:
+    """Prepare for requests with a grammar, which takes a tokenizer and a token that ends."""
+    eos_ids = frozenset(i for i in target.adapter.eos_ids if i < target.num_ids)
+    if target.tokenizer is None or not eos_ids:
+        logger.warning("grammars are refused: the model has no tokenizer or no end-of-sequence id")
+        return None
+    return GrammarCompiler(target.tokenizer, target.adapter.vocab_size, eos_ids)
 
 
 def _without_prefix_caching(config: EngineConfig) -> EngineConfig:
@@ -81,12 +98,14 @@ def _without_prefix_caching(config: EngineConfig) -> EngineConfig:
 def workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
     """Return what the sampler needs at the fullest step, which K/V must leave free.
 
-    The rows are every sequence's last token and its drafts, in float32: the logits, the scaled
-    copy, the noise, and one more while they are filtered.
+    The rows are every sequence's last token and its drafts, in float32: the logits, the copy for
+    log-probabilities, the scaled copy, the noise or counts, and one more while they are filtered;
+    and what each sequence has said, 5 bytes an id.
     """
     drafts = 0 if config.speculation.method == "none" else config.speculation.num_draft_tokens
-    rows = config.scheduler.max_running * (1 + drafts)
-    return 4 * rows * vocab_size * torch.float32.itemsize
+    running = config.scheduler.max_running
+    rows = running * (1 + drafts)
+    return vocab_size * (5 * rows * torch.float32.itemsize + 5 * running)
 
 
 def make_state_slots(config: EngineConfig, linear: LinearShape, num_blocks: int) -> StateSlots:

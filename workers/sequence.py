@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from workers.contracts import FinishReason, GenerationRequest
+from workers.contracts import FinishReason, GenerationRequest, TokenLogprob
 
 if TYPE_CHECKING:
     from workers.batch_info import RopeTable
+    from workers.sampling.grammar import GrammarState
 
 
 class SequenceStatus(Enum):
@@ -43,6 +44,8 @@ class Sequence:
     # Prompt plus emitted tokens at most.
     max_len: int
     rope: RopeTable | None = None
+    # Where the output stands in the request's grammar; moves with every appended token.
+    grammar: GrammarState | None = None
     # Whether it may carry drafts at all.
     may_draft: bool = False
     # Whether a drafter keeps K/V for this sequence, so that cached blocks must hold it too.
@@ -72,12 +75,23 @@ class Sequence:
     # Totals over the sequence's life on this worker.
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    # Steps that gave it tokens, and steps before which drafting failed.
+    num_steps: int = 0
+    num_fallbacks: int = 0
+    # Of the prompt's tokens so far, while they are wanted and not delivered.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     # Times that drafting failed because of this sequence alone.
     num_draft_failures: int = 0
 
     def __post_init__(self) -> None:
         """Start from the prompt and what an earlier worker already emitted."""
         self.token_ids = [*self.request.prompt_ids, *self.request.emitted_ids]
+        # A client that has tokens has the prompt's log-probabilities too.
+        if self.request.sampling.num_prompt_logprobs is not None and not self.num_emitted:
+            self.prompt_logprobs = [None]
+        if self.grammar is not None:
+            for token_id in self.request.emitted_ids:
+                self.grammar.accept(token_id)
 
     @property
     def request_id(self) -> str:
@@ -118,9 +132,16 @@ class Sequence:
         self.token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_emitted > self.request.sampling.min_tokens:
             return FinishReason.STOP
+        if self.grammar is not None and self.grammar.accept(token_id):
+            return FinishReason.STOP
         if self.num_tokens >= self.max_len:
             return FinishReason.LENGTH
         return None
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Return what is wanted of the prompt's log-probabilities, once."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if taken is None else tuple(taken)
 
     def reset(self) -> None:
         """Forget all K/V (preemption): the tokens stay, everything else is computed again."""

@@ -16,12 +16,18 @@ import torch
 from torch import Tensor
 
 from workers.batch_info import ForwardMode, SequenceSpan
+from workers.contracts import TokenLogprob
 from workers.models.device import is_device_lost
 from workers.models.linear_step import LinearStep
 from workers.models.runner import ModelRunner
-from workers.sampling.sampler import Sampler, SamplingRow
+from workers.sampling.logprobs import on_host, prompt_logprobs
+from workers.sampling.sampler import SampledRows, Sampler, SamplingRow
 from workers.scheduler import ScheduledSequence
+from workers.spec.rows import verify_rows
 from workers.spec.verifier import accept
+
+# Prompt tokens whose logits are held at once.
+_LOGPROB_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,10 @@ class Outcome:
     draft_failure: str | None = None
     # The target's output for the tokens that stand, if asked for.  # [num_kept, hidden]
     hidden: Tensor | None = None
+    # One a token, if asked.
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    # Of the prompt tokens after each of the chunk's, if asked.
+    prompt_logprobs: Seq[TokenLogprob] = ()
 
     @property
     def num_kept(self) -> int:
@@ -50,6 +60,7 @@ class Target:
 
     def __init__(self, runner: ModelRunner, num_ids: int, keep_hidden: bool = False) -> None:
         self._runner = runner
+        self._num_ids = num_ids
         self._keep_hidden = keep_hidden
         self._sampler = Sampler(runner.adapter.vocab_size, num_ids, runner.device)
 
@@ -88,21 +99,42 @@ class Target:
 
     def _run(self, items: Seq[ScheduledSequence]) -> tuple[list[Outcome], LinearStep | None]:
         spans = [_span(item) for item in items]
-        rows = [row for item in items if item.samples for row in _rows(item)]
         media = [
             item.seq.request.media if span.start < item.seq.prompt_len else ()
             for item, span in zip(items, spans, strict=True)
         ]
         batch = self._runner.build(_mode(items), spans)
         out = self._runner.forward(batch, media)
+        # While the device runs: a grammar's masks are the host's work.
+        rows = [row for item in items if item.samples for row in verify_rows(item.seq)]
         outcomes = self._outcomes(items, out.logits, rows)
+        starts = accumulate((len(span.token_ids) for span in spans[:-1]), initial=0)
+        return [
+            self._with_hidden(outcome, out.hidden[start:])
+            for outcome, start in zip(outcomes, starts, strict=True)
+        ], out.linear
+
+    def _with_hidden(self, outcome: Outcome, hidden: Tensor) -> Outcome:
+        """Add what comes from the output of the sequence's tokens.  # [>= its tokens, hidden]."""
         if self._keep_hidden:
-            starts = accumulate((len(span.token_ids) for span in spans[:-1]), initial=0)
-            outcomes = [
-                replace(outcome, hidden=out.hidden[start : start + outcome.num_kept])
-                for outcome, start in zip(outcomes, starts, strict=True)
-            ]
-        return outcomes, out.linear
+            outcome = replace(outcome, hidden=hidden[: outcome.num_kept])
+        if outcome.item.seq.prompt_logprobs is not None and outcome.error is None:
+            outcome = replace(outcome, prompt_logprobs=self._prompt_logprobs(outcome.item, hidden))
+        return outcome
+
+    @torch.inference_mode()
+    def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> list[TokenLogprob]:
+        """Return how likely each prompt token was that follows one of the chunk's."""
+        seq = item.seq
+        first = seq.num_computed_tokens + 1
+        next_ids = seq.token_ids[first : min(first + item.num_new_tokens, seq.prompt_len)]
+        num_top = seq.request.sampling.num_prompt_logprobs or 0
+        logprobs: list[TokenLogprob] = []
+        for start in range(0, len(next_ids), _LOGPROB_ROWS):
+            ids = next_ids[start : start + _LOGPROB_ROWS]
+            logits = self._runner.adapter.logits(hidden[start : start + len(ids)])
+            logprobs += prompt_logprobs(logits, ids, num_top, self._num_ids)
+        return logprobs
 
     def _outcomes(
         self, items: Seq[ScheduledSequence], logits: Tensor, rows: Seq[SamplingRow]
@@ -114,6 +146,7 @@ class Target:
             sampled = self._sampler.sample(logits, rows)
         token_ids = sampled.token_ids.tolist()
         is_finite = sampled.is_finite.tolist()
+        logprobs = _logprobs(sampled, token_ids, rows)
         outcomes = []
         first = 0
         for item in items:
@@ -121,7 +154,9 @@ class Target:
             accepted = accept(item.seq.draft_ids, token_ids[first:last])
             # What stands behind a rejected draft may be anything.
             if all(is_finite[first : first + len(accepted)]):
-                outcomes.append(Outcome(item, accepted))
+                reported = tuple(logprobs[first + i] for i in range(len(accepted)) if logprobs)
+                has_them = item.seq.request.sampling.num_logprobs is not None
+                outcomes.append(Outcome(item, accepted, logprobs=reported if has_them else None))
             else:
                 outcomes.append(Outcome(item, error="generation failed: logits are not finite"))
             first = last
@@ -147,18 +182,15 @@ def _num_logit_rows(item: ScheduledSequence) -> int:
     return 1 + item.num_draft_tokens if item.samples else 0
 
 
-def _rows(item: ScheduledSequence) -> list[SamplingRow]:
-    """What the target's logit rows of one sequence are for."""
-    seq = item.seq
-    return [
-        SamplingRow(
-            params=seq.request.sampling,
-            position=seq.num_tokens + i,
-            num_emitted=seq.num_emitted + i,
-            stop_ids=seq.stop_ids,
-        )
-        for i in range(1 + item.num_draft_tokens)
-    ]
+def _logprobs(
+    sampled: SampledRows, token_ids: Seq[int], rows: Seq[SamplingRow]
+) -> dict[int, TokenLogprob]:
+    """Return row -> what to report of it, for the rows that want it."""
+    if sampled.logprobs is None:
+        return {}
+    wanted = {i: row.num_logprobs for i, row in enumerate(rows) if row.num_logprobs is not None}
+    ids = [token_ids[i] for i in wanted]
+    return dict(zip(wanted, on_host(sampled.logprobs, ids, list(wanted.values())), strict=True))
 
 
 def _mode(items: Seq[ScheduledSequence]) -> ForwardMode:

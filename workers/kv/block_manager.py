@@ -205,7 +205,8 @@ class BlockManager:
     def _match(self, sequence: Sequence) -> list[int]:
         """Leading cached blocks that serve the sequence; one token is always left to compute."""
         blocks: list[int] = []
-        if not self._prefix_caching:
+        # Log-probabilities of the prompt come from running it.
+        if not self._prefix_caching or sequence.prompt_logprobs is not None:
             return blocks
         for index in range((sequence.num_tokens - 1) // self.block_size):
             block = self._block_of.get(self._block_hash(sequence, index))

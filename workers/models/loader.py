@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from tokenizers import Tokenizer
@@ -23,13 +24,24 @@ from workers.models.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model and the tokens it was made with."""
 
     adapter: ModelAdapter
     # None where the checkpoint has no tokenizer.json.
-    vocabulary: Vocabulary | None
+    tokenizer: Tokenizer | None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """The token table."""
+        if self.tokenizer is None:
+            return None
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return Vocabulary(
+            self.tokenizer.get_vocab(with_added_tokens=True),
+            frozenset(token.content for token in added),
+        )
 
     @property
     def num_ids(self) -> int:
@@ -92,7 +104,7 @@ def load_model(config: ModelConfig, device: torch.device) -> LoadedModel:
         raise ModelLoadError(f"{config.path}: {error}") from error
     model.eval().requires_grad_(False).to(device)
     logger.info("loaded %s as %s on %s", config.path, model.dtype, device)
-    return LoadedModel(adapter_class(model), _load_vocabulary(config))
+    return LoadedModel(adapter_class(model), _load_tokenizer(config))
 
 
 def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
@@ -145,8 +157,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
     return torch.float32 if device.type == "cpu" else "auto"
 
 
-def _load_vocabulary(config: ModelConfig) -> Vocabulary | None:
-    """Read the token table from tokenizer.json; None where the checkpoint has none."""
+def _load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """Read tokenizer.json; None where the checkpoint has none."""
     path = cached_file(
         config.path,
         "tokenizer.json",
@@ -156,6 +168,4 @@ def _load_vocabulary(config: ModelConfig) -> Vocabulary | None:
     if path is None:
         logger.warning("%s has no tokenizer.json: every logit counts as a token", config.path)
         return None
-    tokenizer = Tokenizer.from_file(path)
-    added = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values())
-    return Vocabulary(tokenizer.get_vocab(with_added_tokens=True), added)
+    return Tokenizer.from_file(path)

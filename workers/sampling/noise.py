@@ -16,6 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from workers.sampling.staging import staged
+
 _MASK64 = (1 << 64) - 1
 
 
@@ -40,7 +42,7 @@ class GumbelNoise:
     def keys(self, seeds_and_positions: Iterable[tuple[int, int]]) -> Tensor:
         """Return one key a row.  # [R] int32."""
         keys = [row_key(seed, position) for seed, position in seeds_and_positions]
-        return torch.tensor(keys, dtype=torch.int32, device=self._id_hashes.device)
+        return staged(keys, torch.int32, self._id_hashes.device)
 
     def rows(self, keys: Tensor) -> Tensor:
         """Return the noise of the whole vocabulary for each key.

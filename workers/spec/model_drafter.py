@@ -22,9 +22,10 @@ from torch import Tensor
 from workers.batch_info import ForwardBatch, ForwardMode, SequenceSpan
 from workers.models.device import is_device_lost
 from workers.models.runner import ModelRunner, StepOutput
-from workers.sampling.sampler import SampledRows, Sampler, SamplingRow
+from workers.sampling.sampler import SampledRows, Sampler
 from workers.sequence import Sequence
 from workers.spec.drafter import DraftFailure, DraftStage, DraftTask, Proposal
+from workers.spec.rows import draft_row
 
 # A sequence that made drafting fail this often on its own is left alone.
 _MAX_FAILURES = 3
@@ -74,6 +75,7 @@ class ModelDrafter(ABC):
     def __init__(self, runner: ModelRunner, num_ids: int, max_extend_tokens: int) -> None:
         self.max_sequence_len = runner.adapter.max_positions
         self._runner = runner
+        self._num_ids = num_ids
         self._sampler = Sampler(runner.adapter.vocab_size, num_ids, runner.device)
         # Of one step: sequences that are further behind catch up over several.
         self._max_extend_tokens = max_extend_tokens
@@ -172,17 +174,15 @@ class ModelDrafter(ABC):
 
     def _draft(self, present: Pass, tasks: Seq[DraftTask], proposal: Proposal) -> None:
         """Sample and decode in turn; drafts sampled before a failure are kept."""
-        depth = 0
         try:
             while present.live:
-                sampled = self._sample(present, depth)
+                sampled = self._sample(present, proposal)
                 keep = _collect(sampled, present.live, tasks, proposal)
                 if not keep:
                     return
                 present = self._decode(present, sampled.token_ids, keep)
                 for item in present.live:
                     item.seq.draft_kv_ids.append(proposal.draft_ids[item.number][-1])
-                depth += 1
         except Exception as error:  # a named boundary: drafting fails, the requests go on
             if is_device_lost(error):
                 raise
@@ -196,15 +196,10 @@ class ModelDrafter(ABC):
         live = [item._replace(row=row) for row, item in enumerate(kept)]
         return Pass(batch, out.logits, out.hidden, live)
 
-    def _sample(self, present: Pass, depth: int) -> SampledRows:
-        """Sample draft number `depth` of each sequence with the target's own noise."""
+    def _sample(self, present: Pass, proposal: Proposal) -> SampledRows:
+        """Sample each sequence's next draft with the target's own noise."""
         rows = [
-            SamplingRow(
-                params=item.seq.request.sampling,
-                position=item.seq.num_tokens + depth,
-                num_emitted=item.seq.num_emitted + depth,
-                stop_ids=item.seq.stop_ids,
-            )
+            draft_row(item.seq, tuple(proposal.draft_ids[item.number]), self._num_ids)
             for item in present.live
         ]
         with torch.inference_mode():
