@@ -38,7 +38,9 @@ def _logprobs(deltas: list[TokenDelta]) -> list[TokenLogprob]:
     return [entry for delta in deltas for entry in delta.logprobs or ()]
 
 
-def _assert_close(ours: Iterable[TokenLogprob | None], theirs: Iterable[TokenLogprob | None]) -> None:
+def _assert_close(
+    ours: Iterable[TokenLogprob | None], theirs: Iterable[TokenLogprob | None]
+) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:

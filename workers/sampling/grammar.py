@@ -39,6 +39,10 @@ class GrammarState:
         self._matcher = matcher
         self._width = -(-num_ids // _BITS)
         self._eos_ids = eos_ids
+        # Drafts that were asked about last, and the masks before each and after the last: the
+        # check of a draft and its verification ask the same.
+        self._path: list[int] = []
+        self._path_masks: list[np.ndarray] = []
 
     def accept(self, token_id: int) -> bool:
         """Move on by a token of the output; return whether the output ends with it."""
@@ -46,13 +50,21 @@ class GrammarState:
             return True
         # An illegal token leaves the parser in an error that the next mask reports.
         self._matcher.consume_token(token_id)
+        is_on_path = self._path[:1] == [token_id]
+        self._path = self._path[1:] if is_on_path else []
+        self._path_masks = self._path_masks[1:] if is_on_path else []
         return False
 
     def num_legal(self, draft_ids: Sequence[int]) -> int:
-        """Return how many of the drafts may follow, up to and with one that ends the output."""
-        before_end = self._before_end(draft_ids)
-        count: int = self._matcher.validate_tokens(list(draft_ids[: before_end + 1]))
-        return count
+        """Return how many of the drafts may follow, up to and with one that ends the output.
+
+        Raises:
+            GrammarError: See `masks`.
+        """
+        self._walk(draft_ids)
+        count = len(self._path)
+        is_end = count < len(draft_ids) and draft_ids[count] in self._eos_ids
+        return count + (is_end and _allows(self._path_masks[count], draft_ids[count]))
 
     def masks(self, draft_ids: Sequence[int]) -> np.ndarray:
         """Return the ids allowed before each draft and after the last, as bits.
@@ -67,20 +79,40 @@ class GrammarState:
         Raises:
             GrammarError: The grammar is too expensive here, or an illegal token was accepted.
         """
+        self._walk(draft_ids)
         masks = np.full((len(draft_ids) + 1, self._width), -1, dtype=np.int32)
-        num_consumed = 0
-        try:
-            for place in range(self._before_end(draft_ids) + 1):
-                fill_next_token_bitmask(self._matcher, masks, place)
-                if self._matcher.is_error():
-                    raise GrammarError(_first_line(self._matcher.get_error()))
-                if place < len(draft_ids) and draft_ids[place] not in self._eos_ids:
-                    num_consumed += self._matcher.consume_token(draft_ids[place])
-        finally:
-            # Never over an end: the parser does not count one among its tokens.
-            if num_consumed:
-                self._matcher.rollback(num_consumed)
+        for place, mask in enumerate(self._path_masks[: len(masks)]):
+            masks[place] = mask
         return masks
+
+    def _walk(self, draft_ids: Sequence[int]) -> None:
+        """Make the drafts the known path, up to the first that ends the output or is illegal."""
+        known = 0
+        while known < min(len(self._path), len(draft_ids)) and (
+            self._path[known] == draft_ids[known]
+        ):
+            known += 1
+        del self._path[known:], self._path_masks[known + 1 :]
+        self._matcher.consume_tokens(self._path)
+        if not self._path_masks:
+            self._path_masks.append(self._mask())
+        for token_id in draft_ids[known:]:
+            if token_id in self._eos_ids or not _allows(self._path_masks[-1], token_id):
+                break
+            self._matcher.consume_token(token_id)
+            self._path.append(token_id)
+            self._path_masks.append(self._mask())
+        # Never over an end: the parser does not count one among its tokens.
+        if self._path:
+            self._matcher.rollback(len(self._path))
+
+    def _mask(self) -> np.ndarray:
+        mask = np.empty((1, self._width), dtype=np.int32)
+        fill_next_token_bitmask(self._matcher, mask, 0)
+        if self._matcher.is_error():  # which it stays
+            self._path, self._path_masks = [], []
+            raise GrammarError(_first_line(self._matcher.get_error()))
+        return mask[0]
 
     def keep_going(self, masks: np.ndarray, stop_ids: frozenset[int]) -> None:
         """Rule out stop ids, in place, in each mask that leaves something else.
@@ -92,11 +124,6 @@ class GrammarState:
             longer.view(np.uint32)[:, stop_id // _BITS] &= ~np.uint32(1 << stop_id % _BITS)
         has_more = longer.any(axis=1)
         masks[has_more] = longer[has_more]
-
-    def _before_end(self, draft_ids: Sequence[int]) -> int:
-        """Return the place of the first draft that ends the output, or their number."""
-        ends = (place for place, token_id in enumerate(draft_ids) if token_id in self._eos_ids)
-        return next(ends, len(draft_ids))
 
 
 class GrammarCompiler:
@@ -137,6 +164,10 @@ class GrammarCompiler:
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
             return GrammarState(matcher.deep_copy(), self._num_ids, self._eos_ids)
+
+
+def _allows(mask: np.ndarray, token_id: int) -> bool:
+    return bool(mask[token_id // _BITS] >> token_id % _BITS & 1)
 
 
 def _first_line(text: str) -> str:
