@@ -184,7 +184,7 @@ def test_other_parameters_hold_inside_a_grammar() -> None:
     for request in requests:
         words = _text(expected.token_ids[request.request_id]).split()
         assert len(words) == 4
-        assert set(words) == {"blue"}
+        assert "red" not in words
     assert run(_engine("draft"), requests).token_ids == expected.token_ids
 
 
