@@ -123,6 +123,22 @@ def test_b17_b18_b19_concurrent_schemas(method: str, changes: dict[str, int]) ->
         assert stats.accepted_tokens > 0.95 * stats.draft_tokens
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_b17_no_illegal_draft_is_verified(method: str) -> None:
+    """B17: cut at the first illegal token, so that no verification is spent on the rest."""
+    engine = _engine(method)
+    for request in _requests(12):
+        engine.add(request)
+    num_drafts = 0
+    while engine.has_work:
+        engine.step()
+        for seq in engine.scheduler.running:
+            assert seq.grammar is not None
+            assert seq.grammar.num_legal(seq.draft_ids) == len(seq.draft_ids)
+            num_drafts += len(seq.draft_ids)
+    assert num_drafts > 0
+
+
 def test_b30_a_replay_goes_on_where_the_grammar_was() -> None:
     """B30: drafts out of step with the grammar after a preemption; also after a worker's death."""
     requests = _requests(6)
