@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from tests.workers import tiny
 from tests.workers.conftest import Checkpoints
@@ -247,3 +248,28 @@ async def test_a_lost_device_ends_the_worker(
         await _collect(loop, _request("r"))
     with pytest.raises(WorkerLost):
         loop.check_health()
+
+
+async def test_a_grammar_is_compiled_off_the_engines_thread(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request's large schema must not hold up everybody's next token."""
+    engine = make_engine("deploy/demo/models/target")
+    loop = loops(engine)
+    compiled: list[str] = []
+    prepare = engine.prepare
+
+    def watched(request: GenerationRequest) -> None:
+        compiled.append(threading.current_thread().name)
+        prepare(request)
+
+    monkeypatch.setattr(engine, "prepare", watched)
+    grammar = LLMatcher.grammar_from_regex("(ab){3}")
+    ids = await _collect(loop, tiny.request("r", [5, 6], max_tokens=20, grammar=grammar))
+    assert len(ids) > 1
+    with pytest.raises(InvalidRequest):
+        await _collect(loop, tiny.request("bad", [5, 6], grammar="start: ("))
+    await _collect(loop, tiny.request("free", [5, 6]))
+    assert len(compiled) == 2
+    assert "engine" not in compiled
+    assert loop.stats.admitted == 2
