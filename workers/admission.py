@@ -53,7 +53,7 @@ class Admission:
         if request.sampling.grammar is None:
             return None
         if self._grammars is None:
-            raise InvalidRequest("this model has no tokenizer to follow a grammar with", "grammar")
+            raise InvalidRequest("this model's tokens cannot follow a grammar", "grammar")
         return self._grammars.state(request.sampling.grammar)
 
     def sequence(self, request: GenerationRequest) -> Sequence:

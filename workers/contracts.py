@@ -321,6 +321,14 @@ class WorkerClient(Protocol):
         """
         ...
 
+    async def info(self) -> WorkerInfo:
+        """Return what a worker serves; of several, the one with the shortest limit.
+
+        Raises:
+            WorkerLost: None answers.
+        """
+        ...
+
     async def check_health(self) -> None:
         """Return when a worker can generate.
 

@@ -82,10 +82,14 @@ def build_engine(config: EngineConfig) -> Engine:
 def _load_grammars(target: LoadedModel) -> GrammarCompiler | None:
     """Prepare for requests with a grammar, which takes a tokenizer and a token that ends."""
     eos_ids = frozenset(i for i in target.adapter.eos_ids if i < target.num_ids)
-    if target.tokenizer is None or not eos_ids:
-        logger.warning("grammars are refused: the model has no tokenizer or no end-of-sequence id")
-        return None
-    return GrammarCompiler(target.tokenizer, target.adapter.vocab_size, eos_ids)
+    reason = "the model has no tokenizer or no end-of-sequence id"
+    if target.tokenizer is not None and eos_ids:
+        try:
+            return GrammarCompiler(target.tokenizer, target.adapter.vocab_size, eos_ids)
+        except ValueError as error:  # tokens whose bytes cannot be told
+            reason = str(error)
+    logger.warning("grammars are refused: %s", reason)
+    return None
 
 
 def _without_prefix_caching(config: EngineConfig) -> EngineConfig:

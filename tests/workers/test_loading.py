@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from tokenizers.models import WordLevel
 
 from tests.workers import tiny
 from tests.workers.conftest import Checkpoints
-from tests.workers.engines import make_config, make_engine
+from tests.workers.engines import make_config, make_engine, run
 from workers.config import CacheConfig, ModelConfig
-from workers.errors import ConfigError, ModelLoadError
+from workers.errors import ConfigError, InvalidRequest, ModelLoadError
 from workers.factory import build_engine, count_blocks, workspace_bytes
 from workers.kv.pool import KVShape
 from workers.models.loader import check_pair, load_model, resolve_device
@@ -91,12 +92,27 @@ def test_d8_the_fullest_step_is_left_room(
     path = checkpoints("llama")
     config = make_config(path, path, num_draft_tokens=7, max_running=10)
     workspace = workspace_bytes(config, vocab_size=1000)
-    assert workspace == 4 * 10 * 8 * 1000 * 4
+    counts = 10 * 1000 * 5
+    assert workspace == 5 * 10 * 8 * 1000 * 4 + counts
     shape = KVShape(layer_ids=(0,), num_kv_heads=1, head_dim=8, dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (workspace + 2_000_000, 2_000_000))
     cache = CacheConfig(gpu_memory_fraction=0.5)
     blocks = count_blocks(cache, [shape], torch.device("cuda"), workspace)
     assert blocks == 1_000_000 // shape.block_bytes(16)
+
+
+def test_a_tokenizer_that_grammars_cannot_read_serves_all_else(
+    checkpoints: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The grammar library knows byte-level and byte-fallback decoders only."""
+    path = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    words = {f"w{i}": i for i in range(160)}
+    Tokenizer(WordLevel(words, "w0")).save(str(path / "tokenizer.json"))
+    engine = make_engine(str(path))
+    assert "grammars are refused" in caplog.text
+    with pytest.raises(InvalidRequest, match="grammar"):
+        engine.add(tiny.request("r", [5, 6], grammar="start: /a/"))
+    assert run(engine, [tiny.request("r", [5, 6])]).failures == {}
 
 
 def test_b28_info_tells_what_runs(checkpoints: Checkpoints) -> None:
