@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from tests.workers.engines import Outcome, make_engine, run
 from tests.workers.test_demo_pair import make_requests
@@ -297,6 +297,21 @@ def test_an_illegal_token_is_reported(compiler: GrammarCompiler) -> None:
     state.accept(_encode("x")[0])
     with pytest.raises(GrammarError):
         state.masks(())
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_text_that_looks_like_an_added_token_is_spelled_out(special: bool) -> None:
+    """The parser offered the one token it does not take, and the request failed."""
+    tokenizer = Tokenizer.from_file(f"{TARGET}/tokenizer.json")
+    tokenizer.add_tokens([AddedToken("<think>", special=special)])
+    compiler = GrammarCompiler(tokenizer, 768, EOS_IDS)
+    state = compiler.state(LLMatcher.grammar_from_regex("<think>yes"))
+    ids: list[int] = []
+    while not (allowed := _allowed(state.masks(())[0])) & EOS_IDS:
+        ids.append(min(allowed))
+        assert not state.accept(ids[-1])
+    assert tokenizer.token_to_id("<think>") not in ids
+    assert tokenizer.decode(ids) == "<think>yes"
 
 
 def test_states_of_one_grammar_are_apart(compiler: GrammarCompiler) -> None:

@@ -35,8 +35,11 @@ class GrammarError(SpecserveError):
 class GrammarState:
     """Where one output stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, num_ids: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, num_ids: int, eos_ids: frozenset[int]
+    ) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._width = -(-num_ids // _BITS)
         self._eos_ids = eos_ids
         # Drafts that were asked about last, and the masks before each and after the last: the
@@ -112,7 +115,25 @@ class GrammarState:
         if self._matcher.is_error():  # which it stays
             self._path, self._path_masks = [], []
             raise GrammarError(_first_line(self._matcher.get_error()))
+        self._spell_out(mask[0])
         return mask[0]
+
+    def _spell_out(self, mask: np.ndarray) -> None:
+        """Replace an only choice that the parser itself does not take, in place.
+
+        For text that must come, it offers the tokens that the tokenizer makes of it; where the
+        text looks like an added token, that one token, which it then refuses as no text. What it
+        takes are the tokens of the characters.
+        """
+        (words,) = np.nonzero(mask)
+        if len(words) != 1 or int(mask[words[0]]).bit_count() != 1:
+            return
+        only = int(words[0]) * _BITS + (int(mask[words[0]]) & 0xFFFFFFFF).bit_length() - 1
+        if only in self._eos_ids or self._matcher.validate_tokens([only]):
+            return
+        spelled = self._tokenizer.greedy_tokenize(self._matcher.compute_ff_bytes().decode())
+        mask[words[0]] = 0
+        mask.view(np.uint32)[spelled[0] // _BITS] |= np.uint32(1 << spelled[0] % _BITS)
 
     def keep_going(self, masks: np.ndarray, stop_ids: frozenset[int]) -> None:
         """Rule out stop ids, in place, in each mask that leaves something else.
@@ -163,7 +184,7 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-            return GrammarState(matcher.deep_copy(), self._num_ids, self._eos_ids)
+            return GrammarState(matcher.deep_copy(), self._tokenizer, self._num_ids, self._eos_ids)
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:
