@@ -4,6 +4,8 @@ VENV   ?= .venv
 PORT   ?= 8000
 CONFIG ?= configs/demo.yaml
 ARGS   ?=
+# Processes that the tests are spread over.
+JOBS   ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
@@ -17,7 +19,7 @@ serve: $(VENV)/.app  ## Start the app (PORT=8000 CONFIG=configs/demo.yaml); Ctrl
 	$(BIN)/specserve serve --config $(CONFIG) --port $(PORT)
 
 test: $(VENV)/.dev  ## Run the CPU test suite (ARGS="-k name").
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.dev  ## Check style, imports between the planes, spelling.
 	$(BIN)/ruff check .
