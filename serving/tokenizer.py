@@ -7,15 +7,19 @@ as the plain characters they are, so nobody can open another turn or place an im
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
+from serving.token_bytes import TokenBytes
+from serving.tools.formats import detect_format
+from serving.tools.tagged import END, START
 from workers.errors import InvalidRequest, ModelLoadError
 
 # What a template can end in for some content: its own refusal, and Python's errors in what it
@@ -29,6 +33,9 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
+
+
+_TAG = re.compile(r"<[^\s<>]+>")
 
 
 class Segment(NamedTuple):
@@ -105,7 +112,18 @@ class ServingTokenizer:
         self._plain.encode_special_tokens = True
         added = self._backend.get_added_tokens_decoder()
         self._special_tokens = tuple(token.content for token in added.values() if token.special)
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        # Tokens of their own, special or not, that a grammar does not take for text.
+        names = {token.content for token in added.values() if _TAG.fullmatch(token.content)}
+        self.tag_tokens = frozenset(names & {START, END})
+        self.free_tokens = tuple(sorted(names - {START, END} - set(self._special_tokens)))
+        self._special_ids = frozenset(
+            i
+            for i, token in added.items()
+            if token.special and token.content not in self.tag_tokens
+        )
+        # Tags of calls are text to whoever reads an answer, also where they are special tokens.
+        self._decoder = _with_visible(self._backend, self.tag_tokens)
+        self._bytes = TokenBytes(self._backend)
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.image_token_id = image_token_id
         self.video_token_id = video_token_id
@@ -121,18 +139,28 @@ class ServingTokenizer:
         placeholders = (values.get("image_token_id"), values.get("video_token_id"))
         return cls(tokenizer, *placeholders, config.model_type)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         """Render messages with the chat template; one placeholder for each image and video.
 
         Args:
-            messages: `role` and `content`; content is a text or a list of `{"type": "text",
-                "text": ...}`, `{"type": "image"}` and `{"type": "video"}`.
+            messages: `role`, `content`, and what belongs to calls of tools; content is a text or a
+                list of `{"type": "text", "text": ...}`, `{"type": "image"}` and
+                `{"type": "video"}`.
+            add_generation_prompt: Whether the prompt ends where the answer begins.
+            tools: The functions that the model may call, in OpenAI's shape.
         """
         escaper = SpecialTokenEscaper(self._special_tokens)
-        escaped = [{**m, "content": _map_text(m["content"], escaper.escape)} for m in messages]
         try:
             rendered = self._tokenizer.apply_chat_template(
-                escaped, tokenize=False, add_generation_prompt=True
+                [_map_texts(message, escaper.escape) for message in messages],
+                tools=[_map_texts(tool, escaper.escape) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except TEMPLATE_ERRORS as error:
             # Templates refuse what their model was not trained on, such as two user turns in a row.
@@ -158,14 +186,36 @@ class ServingTokenizer:
         return str(self._backend.id_to_token(self.video_token_id))
 
     @property
+    def tool_format(self) -> str | None:
+        """How the model writes calls of tools; None if its template has no format we know."""
+        template = self._tokenizer.chat_template
+        # Several templates have names; the library takes this one where there are tools.
+        if isinstance(template, dict):
+            template = template.get("tool_use", template.get("default"))
+        return detect_format(template or "")
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether messages can be rendered."""
         return bool(self._tokenizer.chat_template)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        text: str = self._decoder.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens as they are written."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return how the vocabulary writes each token; "" for one that it does not have."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes behind a token; none for one beyond the vocabulary."""
+        return self._bytes.of(token_id)
 
     def has_text(self, token_id: int) -> bool:
         """Return whether `decode` looks at the token, rather than leave it out.
@@ -175,6 +225,16 @@ class ServingTokenizer:
         return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
 
 
+def _with_visible(backend: Tokenizer, tags: Collection[str]) -> Tokenizer:
+    """Return a tokenizer that decodes the tags although they are special tokens."""
+    if not tags:
+        return backend
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in tags
+    return Tokenizer.from_str(json.dumps(state))
+
+
 def _encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     # `encode` would hold the interpreter's lock, and so the event loop, for as long as it runs.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -182,7 +242,12 @@ def _encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> list[
     return ids
 
 
-def _map_text(content: Any, change: Any) -> Any:
-    if isinstance(content, str):
-        return change(content)
-    return [{**p, "text": change(p["text"])} if p["type"] == "text" else p for p in content]
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Change every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_texts(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(key): _map_texts(item, change) for key, item in value.items()}
+    return value

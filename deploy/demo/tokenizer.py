@@ -35,9 +35,27 @@ _PATTERN: Final = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Qwen's format without its default system prompt, which would lengthen every demo prompt.
+# Qwen's format without its default system prompt, which would lengthen every demo prompt. The
+# models never saw a tool in training: calls are in the template to show the server.
 CHAT_TEMPLATE: Final = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0]['role'] == 'system' -%}
+{{- messages[0]['content'] + '\\n\\n' -}}
+{%- endif -%}
+{{- '# Tools\\n\\nThese functions may be called:\\n<tools>' -}}
+{%- for tool in tools -%}
+{{- '\\n' + (tool | tojson) -}}
+{%- endfor -%}
+{{- '\\n</tools>\\n\\nA call is a JSON object between tags:\\n' -}}
+{{- '<tool_call>\\n{"name": NAME, "arguments": {...}}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
+{%- if not (tools and loop.first and message['role'] == 'system') -%}
+{%- if message['role'] == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] -}}
+{{- '\\n</tool_response><|im_end|>\\n' -}}
+{%- else -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
 {{- message['content'] -}}
@@ -52,7 +70,13 @@ CHAT_TEMPLATE: Final = """\
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}
+{%- for call in message['tool_calls'] or () -%}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}

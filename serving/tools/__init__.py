@@ -1,0 +1,1 @@
+"""Tools: how models write calls, how they are found in an answer, and how they are enforced."""
