@@ -1,8 +1,8 @@
-"""From a `data:` URL to an RGB picture.
+"""From bytes to an RGB picture.
 
-Owns what counts as an image and how large it may be. Knows no model. Invariant: bytes from
-outside either become an upright RGB image within the limits or raise `InvalidRequest` naming the
-parameter; nothing here fetches anything.
+Owns what counts as an image and how large it may be. Knows no model and no network. Invariant:
+bytes from outside either become an upright RGB image within the limits or raise `InvalidRequest`
+naming the parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from serving.errors import UnsupportedParameter
 from workers.errors import ConfigError, InvalidRequest
 
 # Formats with a decoder in Pillow itself; others (EPS, PDF, ...) would start programs.
@@ -43,11 +42,13 @@ class ImageLimits:
                 raise ConfigError(f"ingress.images.{limit.name}", value, "must be at least 1")
 
 
-def load_image(url: str, param: str, limits: ImageLimits, used_pixels: int = 0) -> Image.Image:
-    """Return the picture behind a `data:` URL.
+def load_image(
+    source: str | bytes, param: str, limits: ImageLimits, used_pixels: int = 0
+) -> Image.Image:
+    """Return a picture.
 
     Args:
-        url: What the client sent.
+        source: A `data:` URL, or the bytes behind another one.
         param: Where it stands, for errors.
         limits: What the request may bring.
         used_pixels: Pixels of the request's images before this one.
@@ -55,7 +56,9 @@ def load_image(url: str, param: str, limits: ImageLimits, used_pixels: int = 0) 
     Raises:
         InvalidRequest: It is no picture, is damaged or too large.
     """
-    data = _decode_url(url, param)
+    data = _decode_url(source, param) if isinstance(source, str) else source
+    if not data:
+        raise InvalidRequest(f"{param}: the image is empty", param)
     if len(data) > limits.max_bytes:
         raise InvalidRequest(
             f"{param}: the image has {len(data)} bytes; at most {limits.max_bytes} are accepted",
@@ -79,23 +82,21 @@ def load_image(url: str, param: str, limits: ImageLimits, used_pixels: int = 0) 
         ) from error
 
 
+def is_data_url(url: str) -> bool:
+    """Whether a URL holds the image itself."""
+    return url[: len(_DATA_PREFIX)].lower() == _DATA_PREFIX
+
+
 def _decode_url(url: str, param: str) -> bytes:
-    if url[: len(_DATA_PREFIX)].lower() != _DATA_PREFIX:
-        raise UnsupportedParameter(
-            f"{param}: only data: URLs are supported (data:image/png;base64,...)", param
-        )
     header, comma, payload = url.partition(",")
     if not comma:
         raise InvalidRequest(f"{param}: the data: URL has no comma before its data", param)
     if not header.lower().endswith(";base64"):
         raise InvalidRequest(f"{param}: the data: URL must be base64", param)
     try:
-        data = base64.b64decode("".join(payload.split()), validate=True)
+        return base64.b64decode("".join(payload.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"{param}: invalid base64: {error}", param) from error
-    if not data:
-        raise InvalidRequest(f"{param}: the image is empty", param)
-    return data
 
 
 def _check_pixels(image: Image.Image, param: str, limits: ImageLimits, used_pixels: int) -> None:
