@@ -25,6 +25,7 @@ from pydantic import (
 
 import deploy.demo
 from serving.config import ServingConfig
+from serving.fetch import FetchLimits
 from serving.images import ImageLimits
 from workers.config import (
     CacheConfig,
@@ -112,7 +113,14 @@ class IngressSettings(ReplicaSettings):
     max_body_bytes: int | None = None
     max_replays: int | None = None
     health_timeout_s: float | None = None
+    api_key_file: str | None = None
+    api_key_env: str | None = None
+    cors_origins: tuple[str, ...] | None = None
+    access_log: bool | None = None
+    log_level: str | None = None
+    keep_alive_s: float | None = None
     images: ImageLimits = field(default_factory=ImageLimits)
+    fetch: FetchLimits = field(default_factory=FetchLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +194,19 @@ class AppSettings(BaseModel):
             "max_body_bytes": ingress.max_body_bytes,
             "max_replays": ingress.max_replays,
             "health_timeout_s": ingress.health_timeout_s,
+            "api_key_file": ingress.api_key_file,
+            "api_key_env": ingress.api_key_env,
+            "cors_origins": ingress.cors_origins,
+            "access_log": ingress.access_log,
+            "log_level": ingress.log_level,
+            "keep_alive_s": ingress.keep_alive_s,
         }
         return ServingConfig(
             model_id=self.model_id,
             path=target.path,
             revision=target.revision,
             images=ingress.images,
+            fetch=ingress.fetch,
             **_given(limits),
         )
 
@@ -272,6 +287,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     for key, model in models.items():
         if isinstance(model, dict) and str(model.get("path", "")).startswith((".", "~")):
             model["path"] = _absolute(path.parent, model["path"], key)
+    ingress, key = values.get("ingress"), "api_key_file"
+    if isinstance(ingress, dict) and str(ingress.get(key, "")).startswith((".", "~")):
+        ingress[key] = _absolute(path.parent, ingress[key], f"ingress.{key}")
     return values
 
 

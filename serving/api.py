@@ -7,9 +7,9 @@ real HTTP status.
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,24 +17,37 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
+from serving.answers import AnswerFormat
+from serving.auth import ApiKeys, KeyCheck
+from serving.choices import fan_out, merge
 from serving.disconnect import ClientDisconnectedError, while_connected
 from serving.errors import HttpError, ModelNotFound, from_validation, to_http
-from serving.middleware import BodyLimit, ErrorBoundary, RequestIds
+from serving.keepalive import Peekable, with_keep_alive
+from serving.logs import CLIENT_CLOSED_REQUEST, AccessLog
+from serving.middleware import BodyLimit, ErrorBoundary, RequestIds, cross_origin
+from serving.models import ModelList, ServedModel
+from serving.openapi import route_options
+from serving.page import Page
 from serving.prompts import PromptBuilder
 from serving.relay import Relay
-from serving.responses import Model, ModelList
 from serving.schema import ChatBody, CompletionBody, GenerationBody
-from serving.streaming import AnswerFormat, EventStream, collect, events
+from serving.schema_tools import (
+    DetokenizeBody,
+    Detokenized,
+    TokenizeBody,
+    Tokens,
+    ToolBody,
+)
+from serving.streaming import EventStream, collect, events
 from serving.textstream import TextDelta, TextRequest, stream_text
+from serving.tokenization import Tokenization
 from workers.contracts import WorkerClient
 from workers.errors import SpecserveError
 
 # Prometheus' text format.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-# nginx's status for a client that went before its answer.
-CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +62,15 @@ class Services:
     # Returns the metrics of all workers as Prometheus text.
     metrics: Callable[[], Awaitable[str]]
     max_body_bytes: int
+    # How long a stream may send nothing before a comment goes out; None = for ever. Also how long
+    # its headers wait for the first token.
+    keep_alive_s: float | None = 15.0
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    # Whose pages may ask from a browser.
+    cors_origins: tuple[str, ...] = ()
+    has_access_log: bool = True
     # False where a proxy in front adds `x-request-id` to answers itself.
     echoes_request_id: bool = True
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class Routes:
@@ -59,25 +78,60 @@ class Routes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._page = Page.load()
+        self._model = ServedModel(services.model_id, services.prompts, services.workers)
+        self._tokenization = Tokenization(services.prompts)
+
+    async def page(self, http: Request) -> Response:
+        """Show the chat page."""
+        return self._page.respond(http.headers.get("if-none-match", ""))
 
     async def chat_completions(self, body: ChatBody, http: Request) -> Response:
         """Answer a chat."""
-        self._check_model(body)
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._check_model(body.model)
+        request_id = f"chatcmpl-{http.state.request_id}"
         request = await self._services.prompts.chat(body, request_id)
-        return await self._answer("chat", body, request, http)
+        return await self._answer("chat", body, (request,), http)
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """Continue a text."""
-        self._check_model(body)
-        request_id = f"cmpl-{uuid.uuid4().hex}"
-        request = await self._services.prompts.completion(body, request_id)
-        return await self._answer("completion", body, request, http)
+        self._check_model(body.model)
+        request_id = f"cmpl-{http.state.request_id}"
+        requests = await self._services.prompts.completions(body, request_id)
+        return await self._answer("completion", body, requests, http)
 
     async def models(self) -> Response:
         """List the one model that is served."""
-        model = Model(id=self._services.model_id, created=self._services.created)
-        return JSONResponse(ModelList(data=[model]).model_dump())
+        return JSONResponse(ModelList(data=[await self._model.entry()]).model_dump())
+
+    async def model(self, model_id: str) -> Response:
+        """Describe the model, if it is the one that is served."""
+        self._check_model(model_id)
+        return JSONResponse((await self._model.entry()).model_dump())
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Return the token ids of a text or a chat."""
+        self._check_tool_model(body)
+        ids = await self._tokenization.encode(body)
+        tokens = Tokens(
+            count=len(ids), max_model_len=await self._model.max_model_len(), tokens=list(ids)
+        )
+        if body.return_token_strs:
+            tokens.token_strs = await self._tokenization.strings(ids)
+        return JSONResponse(tokens.model_dump(exclude_unset=True))
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """Return the text of token ids."""
+        self._check_tool_model(body)
+        return JSONResponse(Detokenized(prompt=await self._tokenization.decode(body)).model_dump())
+
+    async def version(self) -> Response:
+        """Say what runs here."""
+        try:
+            number = importlib.metadata.version("specserve")
+        except importlib.metadata.PackageNotFoundError:  # a copied tree that was never installed
+            number = "unknown"
+        return JSONResponse({"version": number})
 
     async def health(self) -> Response:
         """Say whether a worker can generate; 503 when none can."""
@@ -88,31 +142,48 @@ class Routes:
         """Show the workers' counters and gauges."""
         return PlainTextResponse(await self._services.metrics(), media_type=METRICS_TYPE)
 
-    def _check_model(self, body: GenerationBody) -> None:
+    def _check_model(self, name: str) -> None:
         served = self._services.model_id
-        if body.model != served:
-            raise ModelNotFound(f"model {body.model!r} is not served; {served!r} is", "model")
+        if name != served:
+            raise ModelNotFound(f"model {name!r} is not served; {served!r} is", "model")
+
+    def _check_tool_model(self, body: ToolBody) -> None:
+        if body.model is not None:
+            self._check_model(body.model)
 
     async def _answer(
         self,
         kind: Literal["chat", "completion"],
         body: GenerationBody,
-        request: TextRequest,
+        requests: Sequence[TextRequest],
         http: Request,
     ) -> Response:
+        n = body.n or 1
+        choices = fan_out(requests, n)
         answer = AnswerFormat(
             kind=kind,
-            id=request.generation.request_id,
+            id=requests[0].generation.request_id,
             created=int(time.time()),
             model=self._services.model_id,
+            choices=choices,
+            token_bytes=self._services.prompts.tokenizer.token_bytes,
+            n=n,
             include_usage=body.include_usage,
+            returns_ids=bool(body.return_token_ids),
+            reports_speculation=body.reports_speculation,
         )
-        deltas = self._generate(request)
+        deltas = Peekable(merge([self._generate(choice) for choice in choices]))
         if not body.stream:
             return JSONResponse(await while_connected(http.receive, collect(answer, deltas)))
-        # Wait for the first delta before any header goes out: until then, an error is a status.
-        first = await while_connected(http.receive, _first(deltas))
-        return EventStream(events(answer, first, deltas), deltas)
+        # Wait for the first delta before any header goes out, but not for ever: until then, an
+        # error is a status.
+        keep_alive_s = self._services.keep_alive_s
+        try:
+            await while_connected(http.receive, deltas.peek(keep_alive_s))
+        except BaseException:  # a peek that is over leaves the request running
+            await deltas.aclose()
+            raise
+        return EventStream(with_keep_alive(events(answer, deltas), keep_alive_s), deltas)
 
     def _generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         deltas = self._services.relay.run(request.generation)
@@ -121,9 +192,14 @@ class Routes:
 
 # The whole API on one page: path, method, handler.
 ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("/", "GET", Routes.page),
     ("/v1/chat/completions", "POST", Routes.chat_completions),
     ("/v1/completions", "POST", Routes.completions),
     ("/v1/models", "GET", Routes.models),
+    ("/v1/models/{model_id:path}", "GET", Routes.model),
+    ("/tokenize", "POST", Routes.tokenize),
+    ("/detokenize", "POST", Routes.detokenize),
+    ("/version", "GET", Routes.version),
     ("/health", "GET", Routes.health),
     ("/metrics", "GET", Routes.metrics),
 )
@@ -136,21 +212,32 @@ def build_api(services: Services) -> FastAPI:
     router = APIRouter()
     for path, method, handler in ROUTES:
         bound = handler.__get__(routes)
-        router.add_api_route(path, bound, methods=[method], response_model=None)
+        router.add_api_route(path, bound, methods=[method], **route_options(path))
     app.include_router(router)
     app.add_exception_handler(SpecserveError, _on_typed_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
-    # Last added runs first: ids, then the boundary that logs them, then the limit.
-    app.add_middleware(BodyLimit, max_bytes=services.max_body_bytes)
-    app.add_middleware(ErrorBoundary)
-    app.add_middleware(RequestIds, is_echoed=services.echoes_request_id)
+    _add_middleware(app, services)
     return app
 
 
-async def _first(deltas: AsyncGenerator[TextDelta, None]) -> TextDelta:
-    return await anext(deltas)
+def _add_middleware(app: FastAPI, services: Services) -> None:
+    """Put around the routes what every request passes; last added runs first.
+
+    Ids, which all logs need; the access log, which sees what is sent in the end; the browser's
+    leave, which refusals must carry too and its preflight needs no key for; the boundary for
+    errors; the key, before any body is read; the limit of bodies.
+    """
+    app.add_middleware(BodyLimit, max_bytes=services.max_body_bytes)
+    if services.api_keys:
+        app.add_middleware(KeyCheck, keys=services.api_keys)
+    app.add_middleware(ErrorBoundary)
+    if services.cors_origins:
+        app.add_middleware(CORSMiddleware, **cross_origin(services.cors_origins))
+    if services.has_access_log:
+        app.add_middleware(AccessLog)
+    app.add_middleware(RequestIds, is_echoed=services.echoes_request_id)
 
 
 def _respond(http: HttpError) -> Response:
@@ -169,9 +256,9 @@ async def _on_invalid_body(_: Request, error: Exception) -> Response:
 async def _on_http_exception(_: Request, error: Exception) -> Response:
     """Give the framework's own refusals (unknown path, wrong method) OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    http = HttpError(
-        error.status_code, "invalid_request_error", None, f"{error.detail}", None, None
-    )
+    # The framework's only 400 is a body that it cannot parse, and has no validation error for.
+    code = "invalid_json" if error.status_code == 400 else None
+    http = HttpError(error.status_code, "invalid_request_error", code, f"{error.detail}")
     return JSONResponse(http.body(), http.status, error.headers)
 
 

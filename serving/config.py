@@ -7,10 +7,16 @@ YAML into these.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from serving.fetch import FetchLimits
 from serving.images import ImageLimits
 from workers.errors import ConfigError
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s,]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,19 @@ class ServingConfig:
     max_replays: int = 3
     # How long `/health` waits for a worker.
     health_timeout_s: float = 5.0
+    # API keys: a file, one a line, and the name of an environment variable, separated by commas.
+    # The keys themselves stand in no setting: settings are shown and logged.
+    api_key_file: str | None = None
+    api_key_env: str = "SPECSERVE_API_KEYS"
+    # Origins whose pages may ask from a browser; "*" = any.
+    cors_origins: tuple[str, ...] = ()
+    # A line for each request.
+    access_log: bool = True
+    log_level: str = "INFO"
+    # How long a stream may be silent before a comment keeps its connection open; 0 = for ever.
+    keep_alive_s: float = 15.0
     images: ImageLimits = field(default_factory=ImageLimits)
+    fetch: FetchLimits = field(default_factory=FetchLimits)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -38,3 +56,20 @@ class ServingConfig:
             raise ConfigError("ingress.max_replays", self.max_replays, "must be at least 0")
         if not 0 < self.health_timeout_s < math.inf:
             raise ConfigError("ingress.health_timeout_s", self.health_timeout_s, "must be above 0")
+        self._check_surroundings()
+
+    def _check_surroundings(self) -> None:
+        # The ingress runs in a folder of Ray's choice.
+        if self.api_key_file is not None and not Path(self.api_key_file).is_absolute():
+            raise ConfigError("ingress.api_key_file", self.api_key_file, "must be absolute")
+        if not self.api_key_env:
+            raise ConfigError("ingress.api_key_env", self.api_key_env, "must name a variable")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                accepted = "must be scheme://host[:port] without a path, null, or *"
+                raise ConfigError("ingress.cors_origins", origin, accepted)
+        if self.log_level not in LOG_LEVELS:
+            accepted = f"must be one of {', '.join(LOG_LEVELS)}"
+            raise ConfigError("ingress.log_level", self.log_level, accepted)
+        if not 0 <= self.keep_alive_s < math.inf:
+            raise ConfigError("ingress.keep_alive_s", self.keep_alive_s, "must be at least 0")

@@ -4,7 +4,8 @@
     ├── InvalidRequest
     │   └── UnsupportedParameter  known to OpenAI's API, not honoured here yet
     ├── ModelNotFound             the request names a model that is not served
-    └── BodyTooLarge              more bytes than the configured limit
+    ├── BodyTooLarge              more bytes than the configured limit
+    └── InvalidApiKey             no key, or none that is accepted
     SpecserveError (workers.errors)
     └── StreamLost                no worker could finish the request, replays included
 
@@ -39,6 +40,10 @@ class ModelNotFound(RequestError):
 
 class BodyTooLarge(RequestError):
     """The body has more bytes than the limit."""
+
+
+class InvalidApiKey(RequestError):
+    """The request carries no key, or none that is accepted."""
 
 
 class StreamLost(SpecserveError):
@@ -81,6 +86,7 @@ TABLE: dict[type[Exception], HttpError] = {
     InvalidRequest: HttpError(400, _INVALID, "invalid_value"),
     RequestTooLong: HttpError(400, _INVALID, "context_length_exceeded"),
     ModelNotFound: HttpError(404, _INVALID, "model_not_found"),
+    InvalidApiKey: HttpError(401, _INVALID, "invalid_api_key"),
     BodyTooLarge: HttpError(413, _INVALID, "request_too_large"),
     QueueFull: HttpError(429, "rate_limit_error", "queue_full", retry_after_s=1),
     GenerationFailed: HttpError(500, "server_error", "generation_failed"),

@@ -12,7 +12,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serving.api import Services, build_api
+from serving.auth import load_api_keys
 from serving.config import ServingConfig
+from serving.fetch import ImageFetcher
+from serving.logs import configure
 from serving.prompts import PromptBuilder
 from serving.relay import Relay
 from serving.router import RayWorkerClient, our_errors
@@ -25,6 +28,7 @@ class Ingress:
     def __init__(
         self, config: ServingConfig, workers: DeploymentHandle, metrics: DeploymentHandle
     ) -> None:
+        configure(config.log_level)
         client = RayWorkerClient(workers, config.health_timeout_s)
         self._metrics = metrics
         self._services = Services(
@@ -34,6 +38,11 @@ class Ingress:
             relay=Relay(client, config.max_replays),
             metrics=self._render_metrics,
             max_body_bytes=config.max_body_bytes,
+            keep_alive_s=config.keep_alive_s or None,
+            # Here, so that keys are in no argument that Ray keeps.
+            api_keys=load_api_keys(config.api_key_file, config.api_key_env),
+            cors_origins=config.cors_origins,
+            has_access_log=config.access_log,
             # Serve's proxy passes a request id in, and appends it to the answer.
             echoes_request_id=False,
         )
@@ -62,4 +71,5 @@ def load_prompts(config: ServingConfig) -> PromptBuilder:
     videos = None
     if has_images:
         videos = load_videos(tokenizer.model_type, config.path, config.revision)
-    return PromptBuilder(tokenizer, processor, config.images, videos=videos)
+    fetcher = ImageFetcher(config.fetch, config.images.max_bytes)
+    return PromptBuilder(tokenizer, processor, config.images, videos=videos, fetcher=fetcher)

@@ -1,8 +1,8 @@
 """What every HTTP request passes before and after its route.
 
-Owns request ids, the body limit and the last resort for errors. Knows no routes. Invariant: every
-answer carries `x-request-id`, no more than the limit of a body is ever held, and no exception
-leaves the app.
+Owns request ids, the body limit, what browsers may send and the last resort for errors. Knows no
+routes. Invariant: every answer carries `x-request-id`, which the log lines of its request know; no
+more than the limit of a body is ever held, and no exception leaves the app.
 
 Plain ASGI, since Starlette's decorator form runs the app in a second task and would come between
 a client's disconnect and the stream it has to cancel.
@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -21,6 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.errors import BodyTooLarge, to_http
+from serving.logs import current_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,32 @@ REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # As many as 64 bits have.
 MAX_LENGTH_DIGITS = 20
+
+# What clients in a browser send, OpenAI's own included; the rest a browser always allows.
+_CORS_HEADERS = (
+    "authorization",
+    "content-type",
+    REQUEST_ID_HEADER,
+    "openai-organization",
+    "openai-project",
+    *(
+        f"x-stainless-{name}"
+        for name in (
+            "arch", "helper-method", "lang", "os", "package-version", "retry-count", "runtime",
+            "runtime-version", "timeout",
+        )
+    ),
+)  # fmt: skip
+
+
+def cross_origin(origins: Sequence[str]) -> dict[str, Any]:
+    """Return Starlette's options that let pages of `origins` use the API from a browser."""
+    return {
+        "allow_origins": origins,
+        "allow_methods": ("GET", "POST"),
+        "allow_headers": _CORS_HEADERS,
+        "expose_headers": (REQUEST_ID_HEADER, "retry-after"),
+    }
 
 
 class RequestIds:
@@ -46,13 +75,17 @@ class RequestIds:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        entered = current_request_id.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             if self._is_echoed and message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            current_request_id.reset(entered)
 
 
 class ErrorBoundary:

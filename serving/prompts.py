@@ -1,32 +1,27 @@
 """From a validated body to a request in token ids.
 
-Owns the mapping of OpenAI's parameters to `SamplingParams` and the loading of a request's images
-and videos. Knows no workers and no HTTP. Invariants: the seed is always set; images and frames are
+Owns the making of requests and the loading of their images and videos. Knows no workers and no
+HTTP. Invariants: what leaves here holds tokens of the vocabulary only; images and frames are
 counted against the same limits, in their order in the body.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from serving.images import ImageLimits, load_image
+from serving.calling import tool_use
+from serving.fetch import FetchLimits, ImageFetcher
+from serving.images import ImageLimits, is_data_url, load_image
+from serving.messages import ImagePart, Message, VideoPart
+from serving.parameters import check_id, grammar_of, to_sampling
 from serving.placeholders import PlacedVideo, expand
-from serving.schema import (
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    ImagePart,
-    Message,
-    Part,
-    TextPart,
-    VideoPart,
-)
-from serving.textstream import TextRequest
+from serving.schema import ChatBody, CompletionBody, GenerationBody
+from serving.textstream import Echo, TextRequest, token_offsets
+from serving.turns import template_messages
 from serving.videos import FoundVideo, placeholder_text, stack_frames, time_stamps
 from workers.contracts import GenerationRequest, SamplingParams
 from workers.errors import InvalidRequest
@@ -72,72 +67,116 @@ class PromptBuilder:
     )
     # None for a model that takes none.
     videos: VideoSupport | None = None
+    # Fetches nothing unless it was made to.
+    fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(FetchLimits(), 0))
 
-    async def chat(self, body: ChatBody, request_id: str) -> TextRequest:
-        """Build a chat request; templates and images run in threads, off the event loop."""
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages may hold images."""
+        return self.processor is not None and self.tokenizer.image_token_id is not None
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether messages may hold videos, in this installation."""
+        has_processor = self.videos is not None and self.videos.processor is not None
+        return self.takes_images and has_processor and self.tokenizer.video_token_id is not None
+
+    async def chat(
+        self, body: ChatBody, request_id: str, *, add_generation_prompt: bool = True
+    ) -> TextRequest:
+        """Build a chat request; templates and images run in threads, off the event loop.
+
+        Args:
+            body: What was asked.
+            request_id: Its name.
+            add_generation_prompt: Whether the prompt ends where the answer begins.
+        """
         if not self.tokenizer.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         media = LoadedMedia()
         found = self._find_media(body.messages)
         if found:
             loop = asyncio.get_running_loop()
-            media = await loop.run_in_executor(self.image_executor, self._load_media, found)
-        return await asyncio.to_thread(self._chat, body, request_id, media)
+            fetched = await self._fetch(found)
+            media = await loop.run_in_executor(
+                self.image_executor, self._load_media, found, fetched
+            )
+        return await asyncio.to_thread(self._chat, body, request_id, media, add_generation_prompt)
 
-    async def completion(self, body: CompletionBody, request_id: str) -> TextRequest:
-        """Build a completion request."""
-        return await asyncio.to_thread(self._completion, body, request_id)
+    async def completions(self, body: CompletionBody, request_id: str) -> tuple[TextRequest, ...]:
+        """Build a completion's requests, one for each prompt."""
+        return await asyncio.to_thread(self._completions, body, request_id)
 
-    def _chat(self, body: ChatBody, request_id: str, media: LoadedMedia) -> TextRequest:
-        messages = [_as_template_message(message) for message in body.messages]
-        ids = self.tokenizer.encode_chat(messages)
+    def _chat(
+        self, body: ChatBody, request_id: str, media: LoadedMedia, add_generation_prompt: bool
+    ) -> TextRequest:
+        use = tool_use(body, self.tokenizer)
+        ids = self.tokenizer.encode_chat(
+            template_messages(body.messages), add_generation_prompt, use.described if use else ()
+        )
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return self._finish(body, request_id, ids, media, max_tokens)
+        grammar = use.rules.grammar() if use and use.rules.binds else grammar_of(body)
+        sampling = to_sampling(body, max_tokens, grammar)
+        return TextRequest(
+            self._request(body, request_id, ids, media, sampling),
+            body.stops,
+            new_parser=use.new_parser if use else None,
+            is_single_call=use is not None and use.rules.is_single,
+        )
 
-    def _completion(self, body: CompletionBody, request_id: str) -> TextRequest:
-        prompt = body.prompt[0] if isinstance(body.prompt, list) else body.prompt
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode_prompt(prompt)
-        else:
-            ids = [int(token_id) for token_id in body.prompt]
-            self._check_ids(ids, "prompt")
-        max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
-        return self._finish(body, request_id, ids, LoadedMedia(), max_tokens)
+    def _completions(self, body: CompletionBody, request_id: str) -> tuple[TextRequest, ...]:
+        max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        grammar = grammar_of(body)
+        requests = []
+        for i, prompt in enumerate(body.prompts):
+            if isinstance(prompt, str):
+                ids = self.tokenizer.encode_prompt(prompt)
+            else:
+                ids = prompt
+                self.check_ids(ids, f"prompt[{i}]" if len(body.prompts) > 1 else "prompt")
+            sampling = to_sampling(body, max_tokens, grammar)
+            request = self._request(body, request_id, ids, LoadedMedia(), sampling)
+            echo = self._echo(prompt, ids, body.logprobs is not None) if body.echo else None
+            requests.append(TextRequest(request, body.stops, echo, is_score=body.max_tokens == 0))
+        return tuple(requests)
 
-    def _finish(
+    def _echo(self, prompt: str | list[int], ids: Sequence[int], has_offsets: bool) -> Echo:
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
+        return Echo(text, token_offsets(ids, self.tokenizer, len(text)) if has_offsets else None)
+
+    def _request(
         self,
         body: GenerationBody,
         request_id: str,
-        ids: list[int],
+        ids: Sequence[int],
         media: LoadedMedia,
-        max_tokens: int | None,
-    ) -> TextRequest:
+        sampling: SamplingParams,
+    ) -> GenerationRequest:
         if not ids:
             raise InvalidRequest("the prompt has no tokens", "prompt")
-        self._check_ids(body.stop_token_ids or [], "stop_token_ids")
+        self.check_ids(body.stop_token_ids or [], "stop_token_ids")
+        for key in body.logit_bias or {}:
+            check_id(int(key), f"logit_bias.{key}", self.tokenizer.vocab_size)
         pads = (self.tokenizer.image_token_id, self.tokenizer.video_token_id)
         prompt = expand(ids, *media, *pads)
-        request = GenerationRequest(
+        return GenerationRequest(
             request_id=request_id,
             prompt_ids=prompt.ids,
-            sampling=to_sampling(body, max_tokens),
+            sampling=sampling,
             images=prompt.images,
             videos=prompt.videos,
         )
-        return TextRequest(request, body.stops)
 
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse what is no token, by its place."""
         for i, token_id in enumerate(ids):
-            if not 0 <= token_id < self.tokenizer.vocab_size:
-                name = f"{param}[{i}]"
-                accepted = f"token ids are below {self.tokenizer.vocab_size}"
-                raise InvalidRequest(f"{name}: {token_id} is no token; {accepted}", name)
+            check_id(token_id, f"{param}[{i}]", self.tokenizer.vocab_size)
 
     def _find_media(self, messages: Sequence[Message]) -> list[FoundImage | FoundVideo]:
         """Return images and videos in order, after the checks that need no pixels."""
         found: list[FoundImage | FoundVideo] = []
         for m, message in enumerate(messages):
-            if isinstance(message.content, str):
+            if message.content is None or isinstance(message.content, str):
                 continue
             for p, part in enumerate(message.content):
                 place = f"messages[{m}].content[{p}]"
@@ -145,7 +184,7 @@ class PromptBuilder:
                     found.append(FoundImage(part.image_url.url, f"{place}.image_url"))
                 elif isinstance(part, VideoPart):
                     found.append(FoundVideo(part.video, part.fps, f"{place}.video"))
-        if found and (self.processor is None or self.tokenizer.image_token_id is None):
+        if found and not self.takes_images:
             raise InvalidRequest("this model takes text only", found[0].param)
         num_images = 0
         for item in found:
@@ -163,20 +202,41 @@ class PromptBuilder:
             raise InvalidRequest(f"{param}: this model takes no videos", param)
         return self.videos
 
-    def _load_media(self, found: Sequence[FoundImage | FoundVideo]) -> LoadedMedia:
+    async def _fetch(self, found: Sequence[FoundImage | FoundVideo]) -> dict[str, bytes]:
+        """Return what stands behind each URL that is no `data:` URL, all asked for at once."""
+        places: dict[str, str] = {}
+        for item in found:
+            if isinstance(item, FoundImage):
+                places.setdefault(item.url, item.param)
+            else:
+                for i, url in enumerate(item.frames):
+                    places.setdefault(url, f"{item.param}[{i}]")
+        wanted = {url: place for url, place in places.items() if not is_data_url(url)}
+        jobs = (self.fetcher.fetch(url, place) for url, place in wanted.items())
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):  # the first in the body's order
+                raise result
+        return dict(zip(wanted, results, strict=True))  # type: ignore[arg-type]
+
+    def _load_media(
+        self, found: Sequence[FoundImage | FoundVideo], fetched: Mapping[str, bytes]
+    ) -> LoadedMedia:
         assert self.processor is not None
         images: list[ProcessedImage] = []
         videos: list[PlacedVideo] = []
         used_pixels = 0
         for item in found:
             if isinstance(item, FoundImage):
-                image = load_image(item.url, item.param, self.limits, used_pixels)
+                source = fetched.get(item.url, item.url)
+                image = load_image(source, item.param, self.limits, used_pixels)
                 used_pixels += image.width * image.height
                 images.append(self.processor.process(image, item.param))
                 continue
             frames = []
             for i, url in enumerate(item.frames):
-                frames.append(load_image(url, f"{item.param}[{i}]", self.limits, used_pixels))
+                source, place = fetched.get(url, url), f"{item.param}[{i}]"
+                frames.append(load_image(source, place, self.limits, used_pixels))
                 used_pixels += frames[-1].width * frames[-1].height
             videos.append(self._place_video(stack_frames(frames, item.param), item))
         return LoadedMedia(images, videos)
@@ -195,48 +255,3 @@ class PromptBuilder:
             )
         text = placeholder_text(support.layout, self.tokenizer.video_pad, stamps)
         return PlacedVideo(video, self.tokenizer.encode_control(text))
-
-
-def to_sampling(body: GenerationBody, max_tokens: int | None) -> SamplingParams:
-    """Map the body's parameters; what is absent gets the default of `SamplingParams`."""
-    min_tokens = body.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens {min_tokens} is above max_tokens", "min_tokens")
-    given: dict[str, Any] = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "min_p": body.min_p,
-        "ignore_eos": body.ignore_eos,
-    }
-    if body.top_p == 0:  # the smallest nucleus is one token
-        given |= {"top_p": 1.0, "top_k": 1}
-    if body.speculation is not None:
-        wish = body.speculation
-        given["max_draft_tokens"] = wish.num_draft_tokens if wish.enabled else 0
-    return SamplingParams(
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        **{name: value for name, value in given.items() if value is not None},
-    )
-
-
-def _as_template_message(message: Message) -> dict[str, Any]:
-    # Templates know the older name of the role only.
-    role = "system" if message.role == "developer" else message.role
-    content = message.content
-    if isinstance(content, str):
-        return {"role": role, "content": content}
-    texts = [part.text for part in content if isinstance(part, TextPart)]
-    if len(texts) == len(content):
-        # Text models' templates concatenate the content, so it must be a string.
-        return {"role": role, "content": "".join(texts)}
-    return {"role": role, "content": [_as_template_part(part) for part in content]}
-
-
-def _as_template_part(part: Part) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    return {"type": "image" if isinstance(part, ImagePart) else "video"}

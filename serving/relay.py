@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serving.errors import StreamLost
 from workers.contracts import FinishReason, GenerationRequest, TokenDelta, WorkerClient
@@ -39,6 +39,43 @@ class RelayCounters:
     replayed_tokens: int = 0
 
 
+class _Totals:
+    """What the workers of one request counted, as one worker would have."""
+
+    def __init__(self) -> None:
+        # Of the workers that are gone, and of all with the present one.
+        self._before = self._now = (0, 0, 0, 0)
+        self._is_begun = False
+
+    def add(self, delta: TokenDelta) -> TokenDelta:
+        """Return the delta with the totals of all workers; the prompt is scored once."""
+        own = (
+            delta.num_draft_tokens, delta.num_accepted_tokens, delta.num_steps, delta.num_fallbacks
+        )  # fmt: skip
+        drafts, accepted, steps, fallbacks = self._now = (
+            own[0] + self._before[0], own[1] + self._before[1],
+            own[2] + self._before[2], own[3] + self._before[3],
+        )  # fmt: skip
+        scores = None if self._is_begun else delta.prompt_logprobs
+        self._is_begun = True
+        if self._now == own and scores is delta.prompt_logprobs:
+            return delta
+        return replace(
+            delta, num_draft_tokens=drafts, num_accepted_tokens=accepted, num_steps=steps,
+            num_fallbacks=fallbacks, prompt_logprobs=scores,
+        )  # fmt: skip
+
+    def end_worker(self) -> None:
+        """Keep what a worker counted: the next one begins at zero."""
+        self._before = self._now
+
+    def without_scores(self, request: GenerationRequest) -> GenerationRequest:
+        """Ask for the prompt's log-probabilities only until the client has them."""
+        if not self._is_begun or request.sampling.num_prompt_logprobs is None:
+            return request
+        return replace(request, sampling=replace(request.sampling, num_prompt_logprobs=None))
+
+
 class Relay:
     """Runs requests on workers, each again on another one while its worker is lost."""
 
@@ -58,16 +95,17 @@ class Relay:
             RequestError: The request was refused or failed.
         """
         emitted: list[int] = list(request.emitted_ids)
+        totals = _Totals()
         for attempt in range(self._max_replays + 1):
             if attempt:
                 self.counters.replayed_tokens += len(emitted)
                 await asyncio.sleep(self._backoff_s * (2 ** (attempt - 1) - 1))
-            resumed = request.resume_after(emitted)
+            resumed = totals.without_scores(request.resume_after(emitted))
             is_first = True
             try:
                 async with aclosing(self._workers.generate(resumed)) as stream:
                     async for delta in stream:
-                        fresh = self._fresh(delta, len(emitted))
+                        fresh = totals.add(self._fresh(delta, len(emitted)))
                         emitted.extend(fresh.token_ids)
                         if attempt and is_first:
                             self.counters.resumed += 1
@@ -79,6 +117,7 @@ class Relay:
             except (WorkerLost, QueueFull) as error:
                 if isinstance(error, QueueFull) and attempt == 0:
                     raise  # nothing was lost: the client may try again itself
+                totals.end_worker()
                 self.counters.interrupted += 1
                 logger.warning(
                     "request %s lost its worker after %d tokens (attempt %d): %s",

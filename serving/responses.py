@@ -11,13 +11,23 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from serving.textstream import TextUsage
-
 
 class PromptDetails(BaseModel):
     """How the prompt tokens came about."""
 
     cached_tokens: int
+
+
+class SpeculationUsage(BaseModel):
+    """What drafts did; beside OpenAI's API, where asked for."""
+
+    draft_tokens: int
+    accepted_tokens: int
+    steps: int
+    # Steps before which drafting failed.
+    fallbacks: int
+    # Of the answer so far; in chunks alone.
+    tokens: int | None = None
 
 
 class Usage(BaseModel):
@@ -27,24 +37,63 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    speculation: SpeculationUsage | None = None
 
-    @classmethod
-    def of(cls, usage: TextUsage) -> Usage:
-        """Return the counts in OpenAI's shape."""
-        return cls(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=usage.cached_tokens),
-        )
+
+class TopLogprob(BaseModel):
+    """One of the most likely tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The tokens of a chat's answer, or of one chunk."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """The tokens of a text, or of one chunk, in columns."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class FunctionCall(BaseModel):
+    """Which function to call, and with what."""
+
+    name: str
+    # JSON.
+    arguments: str
+
+
+class ToolCallItem(BaseModel):
+    """A call; a stream numbers them, and sends each whole."""
+
+    index: int | None = None
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class ChatMessage(BaseModel):
     """The answer of a chat completion."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCallItem] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -52,8 +101,9 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | None = None
 
 
 class ChatDelta(BaseModel):
@@ -61,6 +111,7 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallItem] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -68,8 +119,9 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: ChatDelta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | None = None
 
 
 class CompletionChoice(BaseModel):
@@ -77,8 +129,9 @@ class CompletionChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | None = None
 
 
 class Envelope(BaseModel):
@@ -90,23 +143,26 @@ class Envelope(BaseModel):
     model: str
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
     usage: Usage | None = None
+    # Beside OpenAI's API, where asked for: of several prompts, a list of their lists.
+    prompt_token_ids: list[int] | list[list[int]] | None = None
+    # Of the choice in this chunk, so far.
+    speculation: SpeculationUsage | None = None
 
     def dump(self) -> dict[str, Any]:
         """Return the JSON value with the fields that were set."""
         return self.model_dump(exclude_unset=True)
 
 
-class Model(BaseModel):
-    """One model that can be named in a request."""
+class ErrorDetail(BaseModel):
+    """What went wrong."""
 
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "specserve"
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
-class ModelList(BaseModel):
-    """GET /v1/models."""
+class ErrorBody(BaseModel):
+    """The body of every refusal and failure."""
 
-    object: Literal["list"] = "list"
-    data: list[Model]
+    error: ErrorDetail

@@ -26,7 +26,7 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle
 
-from workers.contracts import GenerationRequest, TokenDelta
+from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo, WorkerReport
 from workers.errors import QueueFull, WorkerLost
 
 # The worker, its process or its node is gone or out of reach; or the replica cancelled the
@@ -80,36 +80,47 @@ class RayWorkerClient:
             if not is_over:
                 response.cancel()
 
+    async def info(self) -> WorkerInfo:
+        """Ask all workers what they serve."""
+        answers = await self._ask("report")
+        infos = [answer.info for answer in answers if isinstance(answer, WorkerReport)]
+        if not infos:
+            raise WorkerLost("no worker said what it serves")
+        return min(infos, key=lambda info: info.max_sequence_len)
+
     async def check_health(self) -> None:
-        """Ask all workers whether they can generate; one that can is enough.
+        """Ask all workers whether they can generate; one that can is enough."""
+        if None not in await self._ask("check_health"):  # what it returns
+            raise WorkerLost("no worker can generate")
+
+    async def _ask(self, method: str) -> list[object]:
+        """Return the workers' answers, or their errors.
 
         A broadcast does not wait in the queue of requests, so workers that are only busy answer.
         """
-        response = self._workers.broadcast("check_health")
+        response = self._workers.broadcast(method)
         try:
             with our_errors():
-                results = await response.results_async(
+                answers: list[object] = await response.results_async(
                     timeout_s=self._health_timeout_s, return_exceptions=True
                 )
+                return answers
         except TimeoutError:
             # One hangs, and a broadcast shows none of the answers then: another one may do.
-            await self._check_one()
-            return
-        if None not in results:  # what `check_health` returns
-            raise WorkerLost("no worker can generate")
+            return [await self._ask_one(method)]
 
-    async def _check_one(self) -> None:
-        response = self._workers.check_health.remote()
+    async def _ask_one(self, method: str) -> object:
+        response = getattr(self._workers, method).remote()
         try:
             with our_errors():
-                await asyncio.wait_for(_await(response), self._health_timeout_s)
+                return await asyncio.wait_for(_await(response), self._health_timeout_s)
         except TimeoutError as error:
             response.cancel()
             raise WorkerLost(f"no worker answered in {self._health_timeout_s:g} s") from error
 
 
-async def _await(response: object) -> None:
-    await response  # type: ignore[misc]  # Serve's response is awaitable, and no coroutine
+async def _await(response: object) -> object:
+    return await response  # type: ignore[misc]  # Serve's is awaitable, and no coroutine
 
 
 def _first_line(error: Exception) -> str:

@@ -1,249 +1,102 @@
 """The HTTP bodies of the OpenAI API, as far as they are honoured, and nothing else.
 
-Owns names, types and ranges of request fields and the shapes of responses. Knows no model, no
-tokenizer and no Ray. Invariant: a body that validates holds only parameters that take effect. A
-parameter of OpenAI's API that is not supported yet passes at its neutral value alone (`n=1`,
-`logprobs=false`); any other value, and any unknown name, is an error naming the parameter. How
-many errors are built does not grow with the body: lists end at their first bad item.
+Owns names, types and ranges of the parameters of generation. Knows no model, no tokenizer and no
+Ray. Invariant: a body that validates holds only parameters that take effect. A parameter of
+OpenAI's API that is not supported passes at its neutral value alone (`store=false`); any other
+value, and any unknown name, is an error naming the parameter.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+
+from serving.fields import (
+    MAX_INT,
+    Body,
+    Text,
+    TokenId,
+    body_error,
+    neutral,
+    tag_text_or_list,
 )
-from pydantic_core import PydanticCustomError
+from serving.formats import (
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputs,
+    TextFormat,
+    ToolChoice,
+    Tools,
+)
+from serving.messages import MAX_MESSAGES, Message
 
-MAX_INT = 2**31 - 1
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
-MAX_MESSAGES = 4096
-# Of one message.
-MAX_PARTS = 4096
-# Time stamps and positions stay within what a prompt can hold.
-MIN_FPS = 0.01
-MAX_FPS = 240
-# As many prompts as OpenAI's API takes in one body.
-MAX_TEXTS = 2048
-# Beyond any model's context; the engine knows the model's own.
+MAX_BIASES = 1024
+MAX_BIAS = 100
+# Most likely tokens reported beside each one.
+MAX_LOGPROBS = 20
+# Answers to one body: its prompts times `n`.
+MAX_CHOICES = 128
+# Beyond any model's context; the engine knows the model's own. Of all prompts together.
 MAX_PROMPT_IDS = 2**21
-
-
-def neutral(*values: object) -> AfterValidator:
-    """Accept null and `values` only: the parameter is known and not supported yet."""
-
-    def check(value: Any) -> Any:
-        for accepted in values:
-            # True == 1 in Python, but not in JSON.
-            if value == accepted and isinstance(value, bool) == isinstance(accepted, bool):
-                return value
-        if value is None:
-            return value
-        accepts = " or ".join(repr(v) for v in values) if values else "null"
-        raise PydanticCustomError(
-            "unsupported_parameter", "not supported yet: only {accepts}", {"accepts": accepts}
-        )
-
-    return AfterValidator(check)
-
-
-def _tag_by_type(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return _tag(kind)
-
-
-def _tag_by_role(message: Any) -> str:
-    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return _tag(role)
-
-
-def _tag(name: Any) -> str:
-    # Whatever else stands there may be large: it is not written out.
-    return f"({name})" if isinstance(name, str) else "()"
-
-
-def _tag_text_or_list(value: Any) -> str:
-    return "(text)" if isinstance(value, str) else "(list)"
-
-
-def _is_unicode(text: str) -> str:
-    # JSON can escape half a surrogate pair; such a string is no text and breaks every encoder.
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError(
-            "invalid_unicode", "not valid Unicode: a lone surrogate"
-        ) from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_is_unicode)]
-
-
-class Body(BaseModel):
-    """A part of a request: strict types, no unknown names, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown(cls, values: Any) -> Any:
-        """Drop all unknown names but the first: one is enough for the error they end in."""
-        if not isinstance(values, dict):
-            return values
-        fields = cls.model_fields
-        unknown = [name for name in values if name not in fields]
-        if len(unknown) < 2:
-            return values
-        return {name: values[name] for name in (*(values.keys() & fields), unknown[0])}
-
-
-class TextPart(Body):
-    """Text inside a message's content list."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ImageUrl(Body):
-    """Where an image is."""
-
-    url: Text
-    detail: Annotated[Any, neutral("auto")] = None
-
-
-class ImagePart(Body):
-    """An image inside a message's content list."""
-
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-class VideoPart(Body):
-    """A video inside a message's content list, as frames of one size."""
-
-    type: Literal["video"]
-    video: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
-    # Frames a second; as Qwen's own client samples them unless told otherwise.
-    fps: Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)] = 2.0
-
-
-def _refuse_container(value: Any) -> Any:  # noqa: ARG001 - whatever it holds
-    raise PydanticCustomError(
-        "unsupported_parameter",
-        'video files are not decoded here; send the frames: {{"type": "video", "video": '
-        '["data:image/...", ...], "fps": 2.0}}',
-    )
-
-
-class VideoUrlPart(Body):
-    """A video file: known, and not decoded here."""
-
-    type: Literal["video_url"]
-    video_url: Annotated[Any, AfterValidator(_refuse_container)]
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("(text)")]
-    | Annotated[ImagePart, Tag("(image_url)")]
-    | Annotated[VideoPart, Tag("(video)")]
-    | Annotated[VideoUrlPart, Tag("(video_url)")],
-    Discriminator(
-        _tag_by_type,
-        custom_error_type="unsupported_parameter",
-        custom_error_message="content parts of this type are not supported: text, image_url or "
-        "video",
-    ),
-]
-# Tags in parentheses are dropped from error paths: they are our names, not the client's.
-UserContent = Annotated[
-    Annotated[Text, Tag("(text)")]
-    | Annotated[
-        list[Part], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("(list)")
-    ],
-    Discriminator(_tag_text_or_list),
-]
-TextContent = Annotated[
-    Annotated[Text, Tag("(text)")]
-    | Annotated[
-        list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag("(list)")
-    ],
-    Discriminator(_tag_text_or_list),
-]
-
-
-class SystemMessage(Body):
-    """Instructions; `developer` is OpenAI's newer name of the same role."""
-
-    role: Literal["system", "developer"]
-    content: TextContent
-    name: Annotated[Any, neutral()] = None
-
-
-class UserMessage(Body):
-    """What the user says and shows."""
-
-    role: Literal["user"]
-    content: UserContent
-    name: Annotated[Any, neutral()] = None
-
-
-class AssistantMessage(Body):
-    """An earlier answer; the null fields are what OpenAI's client sends back."""
-
-    role: Literal["assistant"]
-    content: TextContent
-    name: Annotated[Any, neutral()] = None
-    refusal: Annotated[Any, neutral()] = None
-    tool_calls: Annotated[Any, neutral([])] = None
-    function_call: Annotated[Any, neutral()] = None
-    audio: Annotated[Any, neutral()] = None
-    annotations: Annotated[Any, neutral([])] = None
-
-
-Message = Annotated[
-    Annotated[SystemMessage, Tag("(system)")]
-    | Annotated[SystemMessage, Tag("(developer)")]
-    | Annotated[UserMessage, Tag("(user)")]
-    | Annotated[AssistantMessage, Tag("(assistant)")],
-    Discriminator(
-        _tag_by_role,
-        custom_error_type="unsupported_parameter",
-        custom_error_message="role must be system, developer, user or assistant",
-    ),
-]
+# One way to write each number: two keys cannot be one token.
+_BIAS_KEY = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class StreamOptions(Body):
     """What a stream carries beside the text."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: Annotated[Any, neutral(False)] = None
 
 
 class Speculation(Body):
     """This request's own wishes for speculative decoding; the output does not depend on them."""
 
-    enabled: bool = True
+    enabled: bool | None = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    # Whether the answer says what drafts did.
+    report: bool | None = None
 
 
 StopText = Annotated[Text, Field(min_length=1)]
 Stop = Annotated[
     Annotated[StopText, Tag("(text)")]
     | Annotated[list[StopText], Field(fail_fast=True, max_length=MAX_STOPS), Tag("(list)")],
-    Discriminator(_tag_text_or_list),
+    Discriminator(tag_text_or_list),
 ]
+
+
+def _check_biases(value: Any) -> Any:
+    """Check all at once: a dict's own checks would build an error for each entry."""
+    if not isinstance(value, dict):
+        raise body_error("logit_bias", "must be an object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise body_error("logit_bias", f"at most {MAX_BIASES} entries are accepted")
+    for key, bias in value.items():
+        param = f"logit_bias.{str(key)[:40]}"
+        if not isinstance(key, str) or not _BIAS_KEY.fullmatch(key):
+            raise body_error(param, "keys are token ids, in decimal")
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise body_error(param, f"a bias is a number in [-{MAX_BIAS}, {MAX_BIAS}]")
+    return value
+
+
+LogitBias = Annotated[
+    dict[str, float],
+    BeforeValidator(_check_biases),
+    WithJsonSchema({
+        "type": "object",
+        "propertyNames": {"pattern": f"^({_BIAS_KEY.pattern})$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        "maxProperties": MAX_BIASES,
+    }),
+]  # fmt: skip
 
 
 class GenerationBody(Body):
@@ -255,7 +108,12 @@ class GenerationBody(Body):
     # -1 and 0 both mean off.
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS)] | None = (
         None
@@ -263,17 +121,14 @@ class GenerationBody(Body):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None
     # An opaque label of the client's own; nothing here depends on it.
     user: Text | None = None
-
-    n: Annotated[Any, neutral(1)] = None
-    presence_penalty: Annotated[Any, neutral(0)] = None
-    frequency_penalty: Annotated[Any, neutral(0)] = None
-    repetition_penalty: Annotated[Any, neutral(1)] = None
-    logit_bias: Annotated[Any, neutral({})] = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -285,12 +140,37 @@ class GenerationBody(Body):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def reports_speculation(self) -> bool:
+        """Whether the answer says what drafts did."""
+        return self.speculation is not None and bool(self.speculation.report)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the whole answer must look in a certain way."""
+        has_format = not isinstance(self.response_format, TextFormat | None)
+        return has_format or self.structured_outputs is not None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report at each token of the answer; None = nothing."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Self:
+    def _check_shared(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _body_error("stream_options", "only allowed when stream is true")
+            raise body_error("stream_options", "only allowed when stream is true")
+        if self.structured_outputs is not None and not isinstance(
+            self.response_format, TextFormat | None
+        ):
+            raise body_error("structured_outputs", "contradicts response_format; send one of them")
         return self
 
 
@@ -299,13 +179,13 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    # Whether one answer may call more than one function.
+    parallel_tool_calls: bool | None = None
 
-    logprobs: Annotated[Any, neutral(False)] = None
-    top_logprobs: Annotated[Any, neutral(0)] = None
-    response_format: Annotated[Any, neutral({"type": "text"})] = None
-    tools: Annotated[Any, neutral([])] = None
-    tool_choice: Annotated[Any, neutral("none")] = None
-    parallel_tool_calls: Annotated[Any, neutral(True, False)] = None
     functions: Annotated[Any, neutral([])] = None
     function_call: Annotated[Any, neutral("none")] = None
     modalities: Annotated[Any, neutral(["text"])] = None
@@ -318,55 +198,114 @@ class ChatBody(GenerationBody):
     metadata: Annotated[Any, neutral({})] = None
     service_tier: Annotated[Any, neutral("auto", "default")] = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report at each token of the answer; None = nothing."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise _body_error("max_completion_tokens", "contradicts max_tokens; send one of them")
+            raise body_error("max_completion_tokens", "contradicts max_tokens; send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise body_error("top_logprobs", "only allowed when logprobs is true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise body_error(f"tools[{i}].function.name", f"a second {name!r}")
+        if not self.forces_call:
+            return self
+        if not names:
+            raise body_error("tool_choice", "there are no tools to call")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise body_error("tool_choice", "no tool has this name")
+        if self.has_form:
+            param = "structured_outputs" if self.structured_outputs else "response_format"
+            raise body_error(param, "contradicts tool_choice, which asks for a call")
         return self
 
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+MAX_PROMPTS = MAX_CHOICES
+PromptIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPT_IDS)]
 
 
 def _tag_prompt(value: Any) -> str:
-    if isinstance(value, list):
-        return "(texts)" if value and isinstance(value[0], str) else "(ids)"
+    match value:
+        case [str(), *_]:
+            return "(texts)"
+        case [list(), *_]:
+            return "(prompts)"
+        case list():
+            return "(ids)"
     return "(text)"
 
 
-def _only_one(texts: list[str]) -> list[str]:
-    if len(texts) > 1:
-        raise PydanticCustomError("unsupported_parameter", "several prompts: not supported yet")
-    return texts
+def _check_total(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        total = sum(len(prompt) for prompt in value if isinstance(prompt, list))
+        if total > MAX_PROMPT_IDS:
+            raise body_error("prompt", f"at most {MAX_PROMPT_IDS} token ids are accepted")
+    return value
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    # One text, a list with one text, or token ids.
+    # A text, token ids, or several of one of them.
     prompt: Annotated[
         Annotated[Text, Tag("(text)")]
+        | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("(texts)")]
+        | Annotated[PromptIds, Tag("(ids)")]
         | Annotated[
-            list[Text],
-            Field(fail_fast=True, max_length=MAX_TEXTS),
-            AfterValidator(_only_one),
-            Tag("(texts)"),
-        ]
-        | Annotated[
-            list[TokenId],
-            Field(fail_fast=True, min_length=1, max_length=MAX_PROMPT_IDS),
-            Tag("(ids)"),
+            list[PromptIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("(prompts)")
         ],
         Discriminator(_tag_prompt),
+        BeforeValidator(_check_total),
     ]
+    # 0 scores a prompt: nothing is said after it.
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    # Whether the text begins with the prompt.
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
-    best_of: Annotated[Any, neutral(1)] = None
-    echo: Annotated[Any, neutral(False)] = None
-    logprobs: Annotated[Any, neutral()] = None
     suffix: Annotated[Any, neutral()] = None
 
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, one or several."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        return several or [[i for i in self.prompt if isinstance(i, int)]]
 
-def _body_error(param: str, problem: str) -> PydanticCustomError:
-    """Return an error of the whole body that names one parameter (`errors` reads it)."""
-    return PydanticCustomError("body_error", "{problem}", {"param": param, "problem": problem})
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report at each token of the answer; None = nothing."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.logprobs if self.echo else None
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> Self:
+        n = self.n or 1
+        if len(self.prompts) * n > MAX_CHOICES:
+            raise body_error("prompt", f"prompts times n are at most {MAX_CHOICES}")
+        if self.best_of not in (None, n):
+            raise body_error("best_of", "not supported: only the value of n")
+        if self.max_tokens == 0 and not self.echo:
+            raise body_error("max_tokens", "0 is for scoring a prompt, with echo")
+        return self

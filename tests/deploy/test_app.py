@@ -134,6 +134,24 @@ def test_a_closed_connection_aborts_the_request(
     assert wait_until(is_aborted) < 2
 
 
+def test_the_model_is_described(ray_url: str) -> None:
+    """The limit is the workers' to know, and reaches the client through Ray."""
+    (entry,) = httpx.get(f"{ray_url}/v1/models").json()["data"]
+    assert (entry["id"], entry["max_model_len"]) == (MODEL_ID, 2048)
+    assert entry["modalities"][:2] == ["text", "image"]
+    counted = httpx.post(f"{ray_url}/tokenize", json={"messages": body()["messages"]}).json()
+    answered = httpx.post(ray_url + CHAT, json=body()).json()
+    assert counted["count"] == answered["usage"]["prompt_tokens"]
+    assert counted["max_model_len"] == 2048
+
+
+def test_the_request_id_names_the_answer(ray_url: str) -> None:
+    answer = httpx.post(ray_url + CHAT, json=body(), headers={"x-request-id": "mine"})
+    assert answer.json()["id"] == "chatcmpl-mine"
+    made = httpx.post(ray_url + CHAT, json=body())
+    assert made.json()["id"] == f"chatcmpl-{made.headers['x-request-id']}"
+
+
 def test_metrics_come_from_one_place(ray_url: str) -> None:
     """Scrapes through the load-balanced route must not see counters jump back."""
     httpx.post(ray_url + CHAT, json=body())

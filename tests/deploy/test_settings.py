@@ -41,8 +41,12 @@ def test_every_value_arrives() -> None:
         cache={"num_blocks": 9},
         scheduler={"max_running": 3, "max_waiting": 4},
         worker={"device": "cuda", "attention_backend": "sdpa", "num_threads": 2, "num_replicas": 5},
-        ingress={"max_replays": 0, "max_body_bytes": 10, "images": {"max_images": 1}},
-    )
+        ingress={
+            "max_replays": 0, "max_body_bytes": 10, "images": {"max_images": 1},
+            "api_key_file": "/keys", "api_key_env": "KEYS", "cors_origins": ["https://a.example"],
+            "access_log": False, "log_level": "DEBUG", "keep_alive_s": 0,
+        },
+    )  # fmt: skip
     engine = settings.engine_config()
     assert engine.target == ModelConfig("a", "r", "bfloat16")
     assert engine.speculation.draft == ModelConfig("b")
@@ -51,6 +55,9 @@ def test_every_value_arrives() -> None:
     serving = settings.serving_config()
     assert (serving.max_replays, serving.max_body_bytes, serving.images.max_images) == (0, 10, 1)
     assert (serving.path, serving.revision) == ("a", "r")
+    assert (serving.api_key_file, serving.api_key_env) == ("/keys", "KEYS")
+    assert (serving.cors_origins, serving.access_log) == (("https://a.example",), False)
+    assert (serving.log_level, serving.keep_alive_s) == ("DEBUG", 0)
     assert settings.worker_ongoing == 7
     assert settings.ingress_ongoing == 5 * 7 + settings.worker.max_queued_requests
 
@@ -212,3 +219,13 @@ def test_no_default_stands_twice() -> None:
     assert all(getattr(parse().worker, name) is None for name in shared)
     limits = {"max_body_bytes", "max_replays", "health_timeout_s"}
     assert all(getattr(parse().ingress, name) is None for name in limits)
+
+
+def test_the_key_file_is_found_from_the_settings_file(tmp_path: Path) -> None:
+    """The ingress runs in another folder, where a relative path would name another file."""
+    path = tmp_path / "a.yaml"
+    path.write_text("model_id: m\ntarget: {path: org/model}\ningress: {api_key_file: ./keys}\n")
+    assert load_settings(path).serving_config().api_key_file == str(tmp_path / "keys")
+    path.write_text("model_id: m\ntarget: {path: org/model}\ningress: {api_key_file: keys}\n")
+    with pytest.raises(ConfigError, match=r"ingress\.api_key_file"):
+        load_settings(path)

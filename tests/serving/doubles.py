@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import functools
 import io
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from serving.api import Services, build_api
+from serving.fetch import ImageFetcher
 from serving.images import ImageLimits
 from serving.processor import ImageProcessor, VideoSupport
 from serving.prompts import PromptBuilder
@@ -24,6 +28,8 @@ from workers.contracts import (
     FinishReason,
     GenerationRequest,
     TokenDelta,
+    TokenLogprob,
+    WorkerInfo,
 )
 from workers.errors import WorkerLost
 
@@ -44,6 +50,18 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}
 """
+# As Hermes does.
+TOOL_TEMPLATE = """\
+{%- if tools -%}<|im_start|>system\nTools:{%- for tool in tools %} {{ tool | tojson }}{% endfor %}
+Call with <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call><|im_end|>\n{%- endif -%}
+{%- for m in messages -%}
+<|im_start|>{{ m['role'] }}\n{{ m['content'] }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor -%}<|im_end|>\n
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}
+"""  # noqa: E501
 CORPUS = ("the quick brown fox jumps over the lazy dog", "hello world hello there", "stop here now",
           "a red circle above a blue square", "中文字符 中文", "😀😀 emoji")  # fmt: skip
 
@@ -73,6 +91,14 @@ def make_tokenizer() -> ServingTokenizer:
 @functools.cache
 def make_text_tokenizer() -> ServingTokenizer:
     return ServingTokenizer(make_hf_tokenizer())
+
+
+@functools.cache
+def make_tool_tokenizer() -> ServingTokenizer:
+    """One whose model calls tools, and takes text only."""
+    hf = copy.deepcopy(make_hf_tokenizer())
+    hf.chat_template = TOOL_TEMPLATE
+    return ServingTokenizer(hf)
 
 
 @functools.cache
@@ -135,6 +161,10 @@ class ScriptedWorkers:
     # Deltas that were taken, over all calls.
     num_taken: int = 0
     is_healthy: bool = True
+    # Nothing is played before it is set.
+    gate: asyncio.Event | None = None
+    # Times `info` was called.
+    num_asked: int = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         script = self.scripts[min(len(self.requests), len(self.scripts) - 1)]
@@ -142,6 +172,8 @@ class ScriptedWorkers:
         self.num_open += 1
         finished = False
         try:
+            if self.gate is not None:
+                await self.gate.wait()
             for item in script:
                 await asyncio.sleep(self.delay_s)
                 if isinstance(item, Exception):
@@ -158,24 +190,82 @@ class ScriptedWorkers:
         while self.num_taken < num_deltas:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
+    async def info(self) -> WorkerInfo:
+        self.num_asked += 1
+        if not self.is_healthy:
+            raise WorkerLost("no worker is ready")
+        return WorkerInfo(
+            worker_id="w", model_id="demo", target="/models/t", draft=None, method="none",
+            attention_backend="none", max_sequence_len=4096, num_blocks=64, block_size=16,
+            device="cpu", dtype="float32",
+        )  # fmt: skip
+
     async def check_health(self) -> None:
         if not self.is_healthy:
             raise WorkerLost("no worker is ready")
+
+
+def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
+    """Return numbers that tell the token: itself the likeliest but one."""
+    top = [(token_id + 1, -0.25 - token_id / 1000), (token_id, -0.5 - token_id / 1000)]
+    top += [(token_id + i, -1.0 * i - token_id / 1000) for i in range(2, num_top)]
+    return TokenLogprob(token_id, -0.5 - token_id / 1000, tuple(top[:num_top]))
+
+
+@dataclass
+class FaithfulWorkers(ScriptedWorkers):
+    """Workers that give each request what it asks for, of the same tokens in deltas of one size.
+
+    The last token is a stop.
+    """
+
+    ids: Sequence[int] = ()
+    size: int = 1
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        sampling = request.sampling
+        ids = list(self.ids[: sampling.max_tokens])
+        finish = FinishReason.STOP if len(ids) == len(self.ids) else FinishReason.LENGTH
+        script: Script = []
+        for delta in deltas_of(ids, (self.size,), finish, request.request_id):
+            scores = prompt_scores = None
+            if (num_top := sampling.num_logprobs) is not None:
+                scores = tuple(logprob_of(i, num_top) for i in delta.token_ids)
+            if (num_top := sampling.num_prompt_logprobs) is not None and delta.start == 0:
+                rest = [logprob_of(i, num_top) for i in request.prompt_ids[1:]]
+                prompt_scores = (None, *rest)
+            end = delta.start + len(delta.token_ids)
+            script.append(
+                replace(
+                    delta, logprobs=scores, prompt_logprobs=prompt_scores, num_cached_tokens=1,
+                    num_draft_tokens=2 * end, num_accepted_tokens=end, num_steps=end,
+                )
+            )  # fmt: skip
+        self.scripts = [script]
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
 
 def make_services(
     workers: ScriptedWorkers,
     *,
     vision: bool = True,
+    tools: bool = False,
     max_replays: int = 2,
     max_body_bytes: int = 2_000_000,
     limits: ImageLimits | None = None,
     videos: VideoSupport | None = None,
+    fetcher: ImageFetcher | None = None,
+    **options: Any,
 ) -> Services:
     tokenizer = make_tokenizer() if vision else make_text_tokenizer()
+    if tools:
+        tokenizer, vision = make_tool_tokenizer(), False
     prompts = PromptBuilder(
-        tokenizer, make_processor() if vision else None, limits or ImageLimits(), videos=videos
-    )
+        tokenizer, make_processor() if vision else None, limits or ImageLimits(), videos=videos,
+        **({} if fetcher is None else {"fetcher": fetcher}),
+    )  # fmt: skip
 
     async def metrics() -> str:
         return "# TYPE specserve_up gauge\nspecserve_up 1\n"
@@ -183,7 +273,7 @@ def make_services(
     return Services(
         model_id="demo", prompts=prompts, workers=workers,
         relay=Relay(workers, max_replays, backoff_s=0),
-        metrics=metrics, max_body_bytes=max_body_bytes,
+        metrics=metrics, max_body_bytes=max_body_bytes, **options,
     )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.images import ImageLimits
-from serving.prompts import PromptBuilder, to_sampling
+from serving.parameters import to_sampling
+from serving.prompts import PromptBuilder
 from serving.schema import ChatBody, CompletionBody
 from serving.textstream import TextRequest
 from serving.tokenizer import ServingTokenizer
@@ -173,10 +174,10 @@ async def test_a_placeholder_without_image_is_refused() -> None:
     """A19: a raw prompt may hold special tokens, so it can hold a lone placeholder."""
     body = CompletionBody(model="demo", prompt="see <|image_pad|>")
     with pytest.raises(InvalidRequest, match="0 images supplied, 1 placeholders found"):
-        await builder().completion(body, "r")
+        await builder().completions(body, "r")
     body = CompletionBody(model="demo", prompt="see <|video_pad|>")
     with pytest.raises(InvalidRequest, match="0 videos supplied, 1 placeholders found"):
-        await builder().completion(body, "r")
+        await builder().completions(body, "r")
 
 
 async def test_the_template_may_refuse() -> None:
@@ -216,13 +217,14 @@ def test_encoding_as_a_batch_gives_the_ids_of_encode(text: str) -> None:
 async def test_completion_prompts() -> None:
     ids = make_tokenizer().encode_prompt("hello")
     for prompt in ("hello", ["hello"], ids):
-        request = await builder().completion(CompletionBody(model="demo", prompt=prompt), "r")
+        body = CompletionBody(model="demo", prompt=prompt)
+        (request,) = await builder().completions(body, "r")
         assert list(request.generation.prompt_ids) == ids
         assert request.generation.sampling.max_tokens == 16
     with pytest.raises(InvalidRequest, match="no token"):
-        await builder().completion(CompletionBody(model="demo", prompt=[1, 99999]), "r")
+        await builder().completions(CompletionBody(model="demo", prompt=[1, 99999]), "r")
     with pytest.raises(InvalidRequest, match="no tokens"):
-        await builder().completion(CompletionBody(model="demo", prompt=""), "r")
+        await builder().completions(CompletionBody(model="demo", prompt=""), "r")
 
 
 def sampling_of(**fields: Any) -> Any:

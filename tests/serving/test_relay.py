@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.errors import StreamLost
 from serving.relay import Relay
-from tests.serving.doubles import ScriptedWorkers, deltas_of
-from workers.contracts import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from tests.serving.doubles import Script, ScriptedWorkers, deltas_of
+from workers.contracts import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
 from workers.errors import GenerationFailed, QueueFull, WorkerLost
 
 IDS = list(range(100, 112))
@@ -132,3 +140,59 @@ async def test_a_full_queue_before_the_first_token_is_the_clients_to_retry() -> 
     with pytest.raises(QueueFull):
         await run(Relay(workers, max_replays=3, backoff_s=0))
     assert len(workers.requests) == 1
+
+
+def counted(deltas: list[TokenDelta]) -> list[TokenDelta]:
+    return [
+        replace(
+            delta, num_draft_tokens=5 * i, num_accepted_tokens=3 * i, num_steps=i, num_fallbacks=i,
+            prompt_logprobs=(None, TokenLogprob(2, -1.0)),
+        )
+        for i, delta in enumerate(deltas, 1)
+    ]  # fmt: skip
+
+
+async def test_totals_do_not_fall_when_a_worker_is_lost() -> None:
+    """Each worker counts from zero, and clients are shown what all of them did."""
+    scripts: list[Script] = [
+        [*counted(deltas_of(IDS, (2,)))[:2], WorkerLost("died")],
+        [WorkerLost("at once")],
+        [*counted(resumed(4, 3))[:1], WorkerLost("died")],
+        [*counted(resumed(7, 5))],
+    ]
+    request = replace(REQUEST, sampling=replace(REQUEST.sampling, num_prompt_logprobs=0))
+    workers = ScriptedWorkers(scripts)
+    relay = Relay(workers, max_replays=3, backoff_s=0)
+    deltas = [delta async for delta in relay.run(request)]
+    assert ids_of(deltas) == IDS
+    assert [d.num_steps for d in deltas] == [1, 2, 3, 4]
+    assert [d.num_fallbacks for d in deltas] == [1, 2, 3, 4]
+    assert [d.num_draft_tokens for d in deltas] == [5, 10, 15, 20]
+    assert [d.num_accepted_tokens for d in deltas] == [3, 6, 9, 12]
+    # The prompt is scored for the client once, and no worker does it again for nothing.
+    assert [d.prompt_logprobs is not None for d in deltas] == [True, False, False, False]
+    asked = [r.sampling.num_prompt_logprobs for r in workers.requests]
+    assert asked == [0, None, None, None]
+
+
+async def test_a_prompt_is_scored_by_the_worker_that_begins() -> None:
+    request = replace(REQUEST, sampling=replace(REQUEST.sampling, num_prompt_logprobs=3))
+    workers = ScriptedWorkers([[WorkerLost("at once")], [*counted(deltas_of(IDS))]])
+    deltas = [delta async for delta in Relay(workers, 1, backoff_s=0).run(request)]
+    assert deltas[0].prompt_logprobs is not None
+    assert [r.sampling.num_prompt_logprobs for r in workers.requests] == [3, 3]
+
+
+async def test_logprobs_of_tokens_the_client_has_are_dropped() -> None:
+    def scored(deltas: list[TokenDelta]) -> list[TokenDelta]:
+        return [
+            replace(d, logprobs=tuple(TokenLogprob(i, -i / 100) for i in d.token_ids))
+            for d in deltas
+        ]
+
+    workers = ScriptedWorkers(
+        [[*scored(deltas_of(IDS, (5,)))[:1], WorkerLost("gone")], [*scored(deltas_of(IDS, (4,)))]]
+    )
+    deltas = await run(Relay(workers, max_replays=1, backoff_s=0))
+    scores = [score for delta in deltas for score in delta.logprobs or ()]
+    assert [score.token_id for score in scores] == IDS

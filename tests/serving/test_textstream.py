@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import aclosing
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.relay import Relay
-from serving.textstream import TextDelta, TextRequest, stream_text
+from serving.textstream import TextDelta, TextRequest, join, stream_text, token_offsets
+from serving.tools.calls import Parsed, ToolCall
 from tests.serving.doubles import ScriptedWorkers, deltas_of, encode, make_tokenizer
 from workers.contracts import FinishReason, GenerationRequest, SamplingParams, TokenDelta
 
@@ -96,17 +101,105 @@ async def test_cached_tokens_are_those_of_the_first_delta() -> None:
     assert results[-1].usage.cached_tokens == 2
 
 
+class BracketParser:
+    """Takes `[name]` for a call."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> Parsed:
+        self._held += text
+        calls = re.findall(r"\[(\w+)\]", self._held)
+        content, bracket, rest = re.sub(r"\[\w+\]", "", self._held).partition("[")
+        self._held = bracket + rest
+        return Parsed(content, tuple(ToolCall(name, "{}") for name in calls))
+
+    def flush(self) -> Parsed:
+        held, self._held = self._held, ""
+        return Parsed(held)
+
+
+def calling(text: str, stops: tuple[str, ...] = (), **options: Any) -> TextRequest:
+    return replace(make_request(stops), new_parser=BracketParser, **options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+async def test_c6_calls_and_what_is_none(size: int, finish: FinishReason) -> None:
+    """C6, B31: a call that was cut off comes as the text that it is, whatever the blocks were."""
+    said = "so [quick] and [brown] then [fo"
+    ids = encode(f"{said}<|im_end|>" if finish is FinishReason.STOP else said)
+    workers = ScriptedWorkers([list(deltas_of(ids, (size,), finish))])
+    results = await run(workers, calling(said))
+    assert text_of(results) == "so  and  then [fo"
+    assert [call.name for delta in results for call in delta.calls] == ["quick", "brown"]
+    assert results[-1].num_calls == 2
+    assert results[-1].finish_reason is finish
+    for before, delta in pairwise(results):
+        assert delta.num_calls == before.num_calls + len(delta.calls)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+async def test_a_single_call_ends_the_answer(size: int) -> None:
+    """The calls behind it are not made: dropping them would show a client half an answer."""
+    said = "so [quick] and [brown]"
+    ids = encode(said)
+    until = next(n for n in range(len(ids) + 1) if "]" in make_tokenizer().decode(ids[:n]))
+    workers = ScriptedWorkers([list(deltas_of(ids, (size,), FinishReason.LENGTH))])
+    results = await run(workers, calling(said, is_single_call=True))
+    assert [call.name for delta in results for call in delta.calls] == ["quick"]
+    assert results[-1].finish_reason is FinishReason.STOP
+    assert results[-1].usage.completion_tokens == until
+    assert sum(len(delta.token_ids) for delta in results) == until
+    assert workers.num_open == 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+async def test_a_stop_string_inside_a_call_leaves_text(size: int) -> None:
+    ids = encode("so [quick] and")
+    workers = ScriptedWorkers([list(deltas_of(ids, (size,)))])
+    results = await run(workers, calling("", ("ick",)))
+    assert text_of(results) == "so [qu"
+    assert results[-1].num_calls == 0
+
+
+async def test_deltas_joined() -> None:
+    ids = encode("so [quick] 中文")
+    whole, parts = [
+        join(await run(ScriptedWorkers([list(deltas_of(ids, (size,)))]), calling("")))
+        for size in (100, 1)
+    ]
+    assert whole == parts
+
+
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     stops=st.lists(st.sampled_from(["fox", "o", "中", "文😀", "nope", " b"]), max_size=3),
 )
 @settings(deadline=None)
 async def test_b31_chunks_do_not_change_the_result(sizes: list[int], stops: list[str]) -> None:
-    """B31: several tokens per step give the text, usage and reason of one per step."""
+    """B4, B31: several tokens per step give the ids, text, usage and reason of one per step."""
     ids = encode("the quick brown 中文😀 fox")
     outcomes = set()
     for cut in (sizes, [1]):
         workers = ScriptedWorkers([list(deltas_of(ids, cut, FinishReason.LENGTH))])
         results = await run(workers, make_request(tuple(stops)))
-        outcomes.add((text_of(results), results[-1].finish_reason, results[-1].usage))
+        ids_sent = tuple(i for delta in results for i in delta.token_ids)
+        assert len(ids_sent) == results[-1].usage.completion_tokens
+        outcomes.add((text_of(results), results[-1].finish_reason, results[-1].usage, ids_sent))
     assert len(outcomes) == 1
+
+
+@given(st.text(max_size=40))
+@settings(deadline=None)
+def test_offsets_of_a_prompt(text: str) -> None:
+    """C17: they never go back, and stay within the text."""
+    ids = encode(text)
+    offsets = token_offsets(ids, make_tokenizer(), len(text))
+    assert len(offsets) == len(ids)
+    assert list(offsets) == sorted(offsets)
+    assert all(0 <= offset <= len(text) for offset in offsets)
+    ends = [*offsets[1:], len(text)]
+    for token_id, start, end in zip(ids, offsets, ends, strict=False):
+        shown = make_tokenizer().decode([token_id])
+        assert text[start:end] == shown or "\ufffd" in shown
