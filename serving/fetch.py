@@ -14,7 +14,6 @@ import socket
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpcore
@@ -33,6 +32,9 @@ _HEADERS = [("accept", "image/*"), ("accept-encoding", "identity"), ("user-agent
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # The prefix under which a gateway reaches IPv4 addresses.
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# What the standard library of every supported Python does not count as private: a gateway's own
+# prefix, site-local addresses, and the old way of writing IPv4 addresses.
+_LOCAL = tuple(map(ipaddress.IPv6Network, ("64:ff9b:1::/48", "fec0::/10", "::/96")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
-        if address.teredo is not None:
+        if address.teredo is not None or any(address in network for network in _LOCAL):
             return False
     return address.is_global and not address.is_multicast
 
@@ -117,14 +119,6 @@ class _GuardedBackend(httpcore.AsyncNetworkBackend):
                     raise
         raise _Refused("its host has no address")
 
-    async def connect_unix_socket(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
-        """Refuse: no URL leads to a file."""
-        raise _Refused("only http and https URLs are fetched")
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait."""
-        await asyncio.sleep(seconds)
-
 
 async def _resolve(host: str, port: int) -> list[Address]:
     """Return what a name stands for, as the system resolves it; each address once."""
@@ -134,9 +128,8 @@ async def _resolve(host: str, port: int) -> list[Address]:
     except (OSError, UnicodeError) as error:
         raise _Refused("its host does not resolve") from error
     # A zone (fe80::1%eth0) is no part of what an address is.
-    return [
-        ipaddress.ip_address(a) for a in dict.fromkeys(f[4][0].partition("%")[0] for f in found)
-    ]
+    texts = (str(address[0]).partition("%")[0] for *_, address in found)
+    return [ipaddress.ip_address(text) for text in dict.fromkeys(texts)]
 
 
 class ImageFetcher:
@@ -207,7 +200,10 @@ class ImageFetcher:
             location = headers.get("location")
             if location is None:
                 raise _Refused("a redirect leads nowhere")
-            url = urljoin(url, location.decode("latin-1"))
+            try:
+                url = urljoin(url, location.decode("latin-1"))
+            except ValueError as error:
+                raise _Refused("a redirect leads to no URL") from error
         raise _Refused(f"more than {self._limits.max_redirects} redirects")
 
     def _checked(self, url: str, was_secure: bool) -> SplitResult:
@@ -236,7 +232,7 @@ class ImageFetcher:
             raise _Refused("its host sent it compressed")
         too_large = _Refused(f"it has more than {self._max_bytes} bytes")
         length = headers.get("content-length", b"")
-        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+        if length.isdigit() and int(length) > self._max_bytes:
             raise too_large
         chunks: list[bytes] = []
         num_bytes = 0

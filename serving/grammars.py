@@ -17,9 +17,10 @@ from workers.errors import InvalidRequest
 
 # Of a grammar as it is sent to a worker, which compiles it.
 MAX_GRAMMAR = 2**17
-# Enough for a line break and its indentation. Without a bound, a model that does not know how to
-# go on writes blanks to the end of its budget: they are always legal.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+# What printers of JSON put between its parts: a line break and its indentation, or one blank.
+# Without a bound, a model that does not know how to go on writes blanks to the end of its budget:
+# they are always legal.
+WHITESPACE = r"(\x0D?\x0A[\x20\x09]{0,20}|\x20)?"
 # Options of the library that a schema of ours carries; a client's may carry none.
 OPTIONS_KEY = "x-guidance"
 JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}

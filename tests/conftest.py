@@ -8,6 +8,8 @@ import pytest
 RAY = ("ray", "e2e")
 
 
+# First: the plugin reads the marks in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(name) for name in RAY):

@@ -42,7 +42,7 @@ def _user(content: Any) -> list[Any]:
 
 def test_python_client(server: Server) -> None:
     client, model = server.client, server.model
-    common: dict[str, Any] = {"model": model, "temperature": 0, "max_completion_tokens": 60}
+    common: dict[str, Any] = {"model": model, "temperature": 0, "max_completion_tokens": 200}
     create = client.chat.completions.create
     assert "4, 5, 6" in create(messages=_user(COUNT), **common).choices[0].message.content
 
@@ -75,7 +75,9 @@ def test_python_client_calls_a_tool_and_answers(server: Server) -> None:
 
     tools: list[Any] = [openai.pydantic_function_tool(Paint, name="paint")]
     messages = _user("Paint something.")
-    options: dict[str, Any] = {"model": server.model, "temperature": 0, "max_tokens": 120}
+    options: dict[str, Any] = {
+        "model": server.model, "temperature": 0, "max_tokens": 250, "parallel_tool_calls": False,
+    }  # fmt: skip
     result = server.client.chat.completions.create(
         messages=messages, tools=tools, tool_choice="required", **options
     )
@@ -151,9 +153,11 @@ def test_langchain(server: Server) -> None:
     seen = HumanMessage([{"type": "image_url", "image_url": {"url": url}}, text_part(DESCRIBE)])
     assert model().invoke([seen]).content == CAPTION
     assert [m.content for m in model().batch([COUNT, COUNT])] == [counted, counted]
-    board = model().with_structured_output(Board, method="json_schema").invoke(COUNT)
+    board = model(max_tokens=200).with_structured_output(Board, method="json_schema").invoke(COUNT)
     assert isinstance(board, Board)
-    caller = model(max_tokens=150).bind_tools([Paint], tool_choice="Paint")
+    caller = model(max_tokens=250).bind_tools(
+        [Paint], tool_choice="Paint", parallel_tool_calls=False, strict=True
+    )
     (call,) = caller.invoke("Paint something.").tool_calls
     assert call["name"] == "Paint"
     Paint.model_validate(call["args"])

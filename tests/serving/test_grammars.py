@@ -40,8 +40,10 @@ def test_json_object() -> None:
 
 def test_blanks_come_to_an_end() -> None:
     """A model that does not know how to go on wrote blanks to the end of its budget."""
-    assert _takes(grammars.json_object(), '{"a":' + " " * 20 + "1}")
-    assert not _takes(grammars.json_object(), '{"a":' + " " * 21 + "1}")
+    for blanks in ("", " ", "\n", "\r\n", "\n\t\t", "\n" + " " * 20):
+        assert _takes(grammars.json_object(), '{"a":' + blanks + "1}")
+    for blanks in ("  ", "\n\n", "\n" + " " * 21):
+        assert not _takes(grammars.json_object(), '{"a":' + blanks + "1}")
 
 
 def test_forms() -> None:
@@ -64,7 +66,7 @@ for _ in range(300):
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "strin"},
+        {"type": "text"},
         {"type": "array", "uniqueItems": True},
         {"not": {"type": "string"}},
         {"if": {"type": "string"}, "then": {}},

@@ -210,7 +210,9 @@ def test_steps_of_speculation(opened: Tab, stub: Stub) -> None:
     summary = "Speculation: accepted 5 of 8 drafts (63 %), 2.7 tokens per step"
     expect(opened.page.get_by_role("img", name=summary)).to_be_visible()
     last = opened.page.locator(".step").last
-    expect(last).to_have_attribute("title", "Step 3: 1 accepted, 3 rejected, 1 of the target’s own")
+    expect(last).to_have_attribute(
+        "title", "Step 3: 1 accepted, 3 rejected, 1 of the target\u2019s own"
+    )
     last.hover()
     expect(opened.page.locator(".chunk.lit")).to_have_text("c")
     expect(opened.page.locator(".summary .legend")).to_be_visible()
@@ -365,7 +367,8 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, stub: Stub) ->
         for key, is_right in (("wrong", False), ("s3cret", True)):
             page.get_by_label("API key").fill(key)
             page.get_by_role("button", name="Use key").click()
-            expect(page.locator("#notice")).to_have_text("" if is_right else "that key is not known")
+            notice = "" if is_right else "that key is not known"
+            expect(page.locator("#notice")).to_have_text(notice)
         opened.errors.clear()
         page.reload()
         expect(page.get_by_role("heading", name="stub is ready.")).to_be_visible()

@@ -127,11 +127,11 @@ def calling(text: str, stops: tuple[str, ...] = (), **options: Any) -> TextReque
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
 async def test_c6_calls_and_what_is_none(size: int, finish: FinishReason) -> None:
     """C6, B31: a call that was cut off comes as the text that it is, whatever the blocks were."""
-    said = "so [quick] and [brown] then [fo"
+    said = "so [quick] and [brown] then [f"
     ids = encode(f"{said}<|im_end|>" if finish is FinishReason.STOP else said)
     workers = ScriptedWorkers([list(deltas_of(ids, (size,), finish))])
     results = await run(workers, calling(said))
-    assert text_of(results) == "so  and  then [fo"
+    assert text_of(results) == "so  and  then [f"
     assert [call.name for delta in results for call in delta.calls] == ["quick", "brown"]
     assert results[-1].num_calls == 2
     assert results[-1].finish_reason is finish

@@ -78,8 +78,12 @@ const result = {
   image: await chat(describe),
   several: await chat(count, { n: 3, temperature: 1, seed: 5 }),
   logprobs: await chat(count, { logprobs: true, top_logprobs: 2, max_tokens: 5 }),
-  schema: await chat(count, { response_format: { type: "json_schema", json_schema: schema } }),
-  tools: await chat(count, { tools: [tool], tool_choice: "required" }),
+  schema: await chat(count, {
+    response_format: { type: "json_schema", json_schema: schema }, max_tokens: 100,
+  }),
+  tools: await chat(count, {
+    tools: [tool], tool_choice: "required", parallel_tool_calls: false, max_tokens: 250,
+  }),
   completion: await client.completions.create({
     model, prompt: "Count from 3 to", max_tokens: 4, temperature: 0, echo: true, logprobs: 1,
   }),
