@@ -50,6 +50,8 @@ def compose(settings: AppSettings, worker_class: type) -> Application:
         max_ongoing_requests=settings.ingress_ongoing,
         max_queued_requests=settings.worker.max_queued_requests,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+        # It writes its own, which knows when a stream ends.
+        logging_config={"enable_access_log": False},
         **_replica_options(settings.ingress),
     ).bind(settings.serving_config(), workers, metrics)
 

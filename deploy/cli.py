@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -31,6 +31,9 @@ from deploy.settings import (
     read_yaml,
 )
 from workers.errors import SpecserveError
+
+if TYPE_CHECKING:  # imports Ray
+    from deploy.local import Running
 
 app = typer.Typer(
     help="Serve text and vision-language models with speculative decoding.",
@@ -84,10 +87,10 @@ def _run(settings: AppSettings) -> None:
     # Until the application runs, a signal interrupts its start; then it ends the wait.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with running(settings) as url:
+        with running(settings) as started:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: stop.set())
-            _print_ready(settings, url, time.monotonic() - started_s)
+            _print_ready(settings, started, time.monotonic() - started_s)
             stop.wait()
             typer.echo("stopping ...")
     except KeyboardInterrupt:
@@ -96,8 +99,11 @@ def _run(settings: AppSettings) -> None:
     typer.echo("stopped")
 
 
-def _print_ready(settings: AppSettings, url: str, seconds: float) -> None:
-    typer.echo(f"\nready in {seconds:.0f} s at {url}\n\nTry it:\n")
+def _print_ready(settings: AppSettings, started: Running, seconds: float) -> None:
+    url = started.url
+    typer.echo(f"\nready in {seconds:.0f} s at {url}\n")
+    typer.echo(f"A chat page is at {url}/; the processes' logs are {started.logs}/worker-*.err\n")
+    typer.echo("Try it:\n")
     typer.echo(_curl(url, settings.model_id, '"Count from 3 to 9."'))
     if SAMPLE_IMAGE.is_file():
         image = (

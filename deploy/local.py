@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import httpx
 import ray
@@ -38,6 +39,15 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 256 * 1024**2
 # Beyond the replicas' own grace, for Serve to notice that they are gone.
 STOP_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An application that runs."""
+
+    url: str
+    # Each process writes a file there.
+    logs: Path
 
 
 def choose_port(host: str, port: int) -> int:
@@ -64,8 +74,8 @@ def reachable_host(host: str) -> str:
 
 
 @contextmanager
-def running(settings: AppSettings) -> Iterator[str]:
-    """Run the application; yield its URL when a worker can generate."""
+def running(settings: AppSettings) -> Iterator[Running]:
+    """Run the application; yield where it is when a worker can generate."""
     http = replace(settings.http, port=choose_port(settings.http.host, settings.http.port))
     # Ray's own news would come between ours and the user.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -83,7 +93,7 @@ def running(settings: AppSettings) -> Iterator[str]:
         )
         # Ray has taken the signal for itself, and would exit without stopping anything.
         signal.signal(signal.SIGTERM, on_term)
-        yield _deploy(settings, http)
+        yield Running(_deploy(settings, http), Path(context.address_info["session_dir"]) / "logs")
     finally:
         if ray.is_initialized():
             _stop(context.address_info["gcs_address"], grace_s + STOP_MARGIN_S)

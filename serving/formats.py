@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from serving.fields import Body, JsonObject, Name, Text, tag, tag_by_type
+from serving.fields import Body, JsonObject, Name, Text, body_error, tag, tag_by_type
 
 MAX_TOOLS = 128
 MAX_CHOICES = 4096
@@ -101,7 +101,18 @@ class Tool(Body):
     function: Function
 
 
-Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+def _check_names(tools: list[Tool]) -> list[Tool]:
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.function.name in names:
+            raise body_error(f"tools[{i}].function.name", f"a second {tool.function.name!r}")
+        names.add(tool.function.name)
+    return tools
+
+
+Tools = Annotated[
+    list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_check_names)
+]
 
 
 class NamedFunction(Body):

@@ -186,3 +186,4 @@ Message = Annotated[
         custom_error_message="role must be system, developer, user, assistant or tool",
     ),
 ]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]

@@ -31,7 +31,7 @@ from serving.formats import (
     ToolChoice,
     Tools,
 )
-from serving.messages import MAX_MESSAGES, Message
+from serving.messages import Messages
 
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
@@ -177,7 +177,7 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -219,12 +219,9 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        names = [tool.function.name for tool in self.tools or ()]
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                raise body_error(f"tools[{i}].function.name", f"a second {name!r}")
         if not self.forces_call:
             return self
+        names = [tool.function.name for tool in self.tools or ()]
         if not names:
             raise body_error("tool_choice", "there are no tools to call")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:

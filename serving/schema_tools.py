@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from serving.fields import Body, Text, TokenId
-from serving.messages import MAX_MESSAGES, Message
+from serving.formats import Tools
+from serving.messages import Messages
 from serving.schema import MAX_PROMPT_IDS
 
 
@@ -35,7 +36,9 @@ class TokenizeTextBody(ToolBody):
 class TokenizeChatBody(ToolBody):
     """Messages, as /v1/chat/completions takes them."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
+    # Described to the model, as those of a chat are.
+    tools: Tools | None = None
     # Whether the prompt ends where the answer would begin.
     add_generation_prompt: bool = True
     return_token_strs: bool = False

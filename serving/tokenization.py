@@ -30,7 +30,7 @@ class Tokenization:
                 tokenizer.encode_prompt if body.add_special_tokens else tokenizer.encode_control
             )
             return await asyncio.to_thread(encode, body.prompt)
-        chat = ChatBody(model=body.model or "", messages=body.messages)
+        chat = ChatBody(model=body.model or "", messages=body.messages, tools=body.tools)
         request = await self._prompts.chat(
             chat, request_id="", add_generation_prompt=body.add_generation_prompt
         )

@@ -74,10 +74,28 @@ async def test_messages_count_what_the_usage_says(messages: list[Any]) -> None:
     workers = ScriptedWorkers([list(deltas_of(encode("fine<|im_end|>")))])
     async with client_of(workers) as client:
         body = {"model": "demo", "messages": messages}
-        counted = (await client.post("/tokenize", json=body)).json()
-        answered = (await client.post("/v1/chat/completions", json=body)).json()
+        await _assert_counted(client, workers, body)
+
+
+async def _assert_counted(
+    client: httpx.AsyncClient, workers: ScriptedWorkers, body: dict[str, Any]
+) -> None:
+    counted = (await client.post("/tokenize", json=body)).json()
+    answered = (await client.post("/v1/chat/completions", json=body)).json()
     assert counted["count"] == answered["usage"]["prompt_tokens"]
     assert tuple(counted["tokens"]) == workers.requests[0].prompt_ids
+
+
+async def test_tools_are_counted_as_the_model_is_told_of_them() -> None:
+    """A client with tools counted a prompt without them."""
+    workers = ScriptedWorkers([list(deltas_of(encode("fine<|im_end|>")))])
+    tool = {"type": "function", "function": {"name": "paint", "description": "Paints."}}
+    async with client_of(workers, tools=True) as client:
+        body = {"model": "demo", "messages": [USER], "tools": [tool]}
+        await _assert_counted(client, workers, body)
+        twice = await client.post("/tokenize", json={**body, "tools": [tool, tool]})
+    assert twice.status_code == 400
+    assert twice.json()["error"]["param"] == "tools[1].function.name"
 
 
 async def test_without_the_generation_prompt() -> None:
