@@ -74,7 +74,7 @@ def test_chat(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_shown", [False, True])
-def test_stream_equals_whole(server: Server, is_shown: bool) -> None:
+def test_c2_c3_stream_equals_whole(server: Server, is_shown: bool) -> None:
     """C2, C3: text and usage do not depend on how the answer is sent."""
     content: Any = [image_part(), text_part(DESCRIBE)] if is_shown else COUNT
     whole = ask(server, content)
@@ -192,7 +192,7 @@ def test_errors_reach_the_client_as_its_types(server: Server) -> None:
         {"extra_body": {"min_tokens": 30}}, {"extra_body": {"stop_token_ids": [0, 5]}},
     ],
 )  # fmt: skip
-def test_extreme_parameters_answer(server: Server, options: dict[str, Any]) -> None:
+def test_c18_extreme_parameters_answer(server: Server, options: dict[str, Any]) -> None:
     """C18: no value that is accepted breaks the engine for others."""
     result = ask(server, COUNT, **{"temperature": 1, "max_tokens": 30, **options})
     assert result.choices[0].finish_reason in ("stop", "length")
@@ -212,6 +212,21 @@ def test_a_closed_connection_frees_its_blocks(server: Server, is_shown: bool) ->
         assert server.metric("kv_blocks_free") < server.metric("kv_blocks")
     print(f"all blocks free after {wait_idle(server):.2f} s")
     assert server.metric("requests_finished_total", finish_reason="abort") == aborted + 1
+
+
+def test_b14_unseeded_answers_differ(server: Server) -> None:
+    """B14: requests without a seed shared one stream of random numbers."""
+    prompt = {"model": server.model, "prompt": "Once", "max_tokens": 30, "temperature": 2, "n": 25}
+    answers = [server.client.completions.create(**prompt) for _ in range(2)]
+    texts = [choice.text for answer in answers for choice in answer.choices]
+    assert len(texts) == len(set(texts)) == 50
+
+
+def test_c23_too_hot(server: Server) -> None:
+    """C23: a temperature above 2 never returned."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(server, COUNT, temperature=2.1)
+    assert caught.value.param == "temperature"
 
 
 def test_memory_of_all_processes(server: Server) -> None:

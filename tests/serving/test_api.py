@@ -68,7 +68,7 @@ async def test_chat() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-async def test_chat_stream(size: int) -> None:
+async def test_c4_c7_chat_stream(size: int) -> None:
     """C4, C7: role first, finish_reason null until the end, text whole, one [DONE]."""
     workers = scripted(list(deltas_of(IDS, (size,), FinishReason.LENGTH)))
     events = parse(await post(workers, {**BODY, "stream": True}))
@@ -83,7 +83,7 @@ async def test_chat_stream(size: int) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-async def test_usage_chunk(path: str) -> None:
+async def test_c1_c2_c3_usage_chunk(path: str) -> None:
     """C1, C2, C3: usage only if asked, null in all but the last chunk, counting tokens."""
     body = {**(BODY if path == CHAT else COMPLETION), "stream": True}
     events = parse(
@@ -110,7 +110,7 @@ async def test_completion_stream() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-async def test_stop_string_on_both_endpoints(path: str) -> None:
+async def test_c8_stop_string_on_both_endpoints(path: str) -> None:
     """C8: no part of the stop string is sent, and the engine's stream is closed."""
     workers = scripted()
     body = {**(BODY if path == CHAT else COMPLETION), "stop": ["k 中", "zzz"]}

@@ -67,7 +67,7 @@ def test_any_ids_in_any_chunks_give_the_full_decoding(ids: list[int], cuts: list
 
 @given(text=st.text(max_size=30) | st.sampled_from(TEXTS), cuts=st.lists(st.integers(0, 99)))
 @settings(deadline=None)
-def test_text_comes_back_whole_and_without_replacement(text: str, cuts: list[int]) -> None:
+def test_c7_text_comes_back_whole_and_without_replacement(text: str, cuts: list[int]) -> None:
     ids = make_tokenizer().encode_prompt(text.replace("\ufffd", ""))
     pieces = pieces_of(chunked(ids, cuts))
     assert "".join(pieces) == make_tokenizer().decode(ids)
@@ -80,7 +80,7 @@ def test_a_character_appears_with_its_last_byte() -> None:
     assert [detokenizer.push([i]) for i in ids] == ["a", *[""] * (len(ids) - 2), "é"]
 
 
-def test_a_character_cut_by_max_tokens_is_dropped() -> None:
+def test_c7_a_character_cut_by_max_tokens_is_dropped() -> None:
     """C7: the last token may end inside a character; no U+FFFD reaches the client."""
     ids = make_tokenizer().encode_prompt("ok é")
     assert len(make_tokenizer().encode_prompt("é")) == 2

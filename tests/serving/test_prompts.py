@@ -241,9 +241,9 @@ def test_sampling_parameters() -> None:
     assert (params.stop_token_ids, params.ignore_eos, params.max_draft_tokens) == ((3,), True, 2)
 
 
-def test_sampling_defaults() -> None:
+def test_b14_sampling_defaults() -> None:
+    """B14: unseeded requests do not share a stream."""
     first, second = sampling_of(), sampling_of()
-    # B14: unseeded requests do not share a stream.
     assert first.seed != second.seed
     assert 0 <= first.seed < 2**63
     assert (first.temperature, first.max_tokens, first.max_draft_tokens) == (1.0, None, None)

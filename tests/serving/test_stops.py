@@ -43,7 +43,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
         (["STOP"], ["STOP"], "", True),
     ],
 )
-def test_cases(pieces: list[str], stops: list[str], sent: str, hit: bool) -> None:
+def test_c8_cases(pieces: list[str], stops: list[str], sent: str, hit: bool) -> None:
     assert scan(pieces, stops) == (sent, hit)
 
 

@@ -97,7 +97,7 @@ def _run_twice(engine: Engine, path: str, expected: dict[str, list[int]], family
 @pytest.mark.parametrize("chunk", [7, 16, 64, 2048])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_b32_matrix(
+def test_b26_b32_matrix(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     plain: Callable[[str], dict[str, list[int]]],
@@ -105,7 +105,7 @@ def test_b32_matrix(
     num_drafts: int,
     prefix_caching: bool,
 ) -> None:
-    """B26, B27, B32: batch 1-8, image and text, T 0 and 1, with and without cache hits."""
+    """B26, B32: batch 1-8, image and text, T 0 and 1, with and without cache hits."""
     path = checkpoints("qwen2_5_vl")
     engine = make_engine(
         path,
@@ -128,14 +128,14 @@ def test_b32_matrix(
         *((family, number) for family in ("llama", "qwen3_vl") for number in (1, 8, 16)),
     ],
 )
-def test_every_family_with_a_draft_model(
+def test_b27_every_family_with_a_draft_model(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     plain: Callable[[str], dict[str, list[int]]],
     family: str,
     num_drafts: int,
 ) -> None:
-    """Chunk boundaries fall inside images and videos, and prefixes with them are found again."""
+    """B27: 1 to 16 drafts; chunks end inside images and videos, whose prefixes are found again."""
     path = checkpoints(family)
     engine = make_engine(
         path, noisy_draft(family), num_draft_tokens=num_drafts, max_chunk_tokens=13
@@ -229,7 +229,7 @@ def test_a1_a_target_that_drafts_for_itself_is_always_accepted(
     assert stats.accepted_tokens == stats.draft_tokens
 
 
-def test_b12_a_seed_decides_whatever_the_batch(checkpoints: Checkpoints) -> None:
+def test_b12_b14_a_seed_decides_whatever_the_batch(checkpoints: Checkpoints) -> None:
     """B12, B14: one seed gives one output, another seed another."""
     path = checkpoints("llama")
     ids, _ = tiny.prompt(0, [20])
