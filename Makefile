@@ -40,7 +40,7 @@ demo-models: $(VENV)/.app  ## Train the embedded demo models again (an hour and 
 	  MALLOC_TOP_PAD_=100000000 $(BIN)/python -m deploy.demo.train
 
 clean:  ## Remove the virtual environment and caches.
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) out tests/e2e/clients/node_modules .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
