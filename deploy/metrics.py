@@ -36,6 +36,7 @@ COUNTERS = (
     ("draft_rounds", "spec_drafts", "Verify rounds of one sequence that had drafts."),
     ("draft_tokens", "spec_draft_tokens", "Draft tokens verified."),
     ("accepted_tokens", "spec_accepted_tokens", "Draft tokens accepted; bonus not counted."),
+    ("breaker_opened", "spec_breaker_opened", "Times that drafting was left off for a while."),
     ("target_failures", "target_failures", "Target steps that failed."),
     ("target_time_s", "target_seconds", "Seconds in the target model."),
     ("draft_time_s", "draft_seconds", "Seconds in the draft model."),
@@ -54,6 +55,7 @@ LABELLED = (
     ),
     ("refused", "requests_refused", "reason", "Requests not admitted.", ()),
 )  # fmt: skip
+BREAKER_STATES = ("closed", "open", "half_open")
 INFO = ("target", "draft", "method", "attention_backend", "device", "dtype")
 
 PlainFamily = CounterMetricFamily | GaugeMetricFamily
@@ -81,6 +83,7 @@ class _Reports:
             yield counter
         yield self._positions()
         yield self._failures()
+        yield self._breaker()
         yield self._info()
 
     def _family(self, family: PlainFamily, field: str) -> Metric:
@@ -109,6 +112,18 @@ class _Reports:
             for key, count in report.stats.spec_failures.items():
                 stage, _, reason = key.partition(":")
                 family.add_metric([*_labels(report), stage, reason], count)
+        return family
+
+    def _breaker(self) -> Metric:
+        family = GaugeMetricFamily(
+            PREFIX + "spec_breaker_state",
+            "1 for the state that the drafter's circuit breaker is in.",
+            labels=(*LABELS, "state"),
+        )
+        for report in self._reports:
+            if present := report.stats.breaker_state:
+                for state in BREAKER_STATES:
+                    family.add_metric([*_labels(report), state], state == present)
         return family
 
     def _info(self) -> Metric:

@@ -15,6 +15,7 @@ from workers.models.families import ModelAdapter
 from workers.sampling.grammar import GrammarCompiler, GrammarState
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
+from workers.spec.breaker import Breaker, BreakerState
 from workers.spec.drafter import Drafter
 
 # A day. Positions grow with it, and rope in float32 must still tell them apart.
@@ -33,12 +34,14 @@ class Admission:
         num_ids: int,
         scheduler: Scheduler,
         drafter: Drafter | None,
+        breaker: Breaker,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self._adapter = adapter
         self._num_ids = num_ids
         self._scheduler = scheduler
         self._drafter = drafter
+        self._breaker = breaker
         # None for a checkpoint without a tokenizer.
         self._grammars = grammars
 
@@ -78,7 +81,9 @@ class Admission:
         room = limit - len(request.prompt_ids) - len(request.emitted_ids)
         if room < 1:
             raise InvalidRequest("the tokens already emitted leave nothing to generate")
-        drafter = self._drafter
+        # While drafting is left off no K/V is drafted, so that a sequence which waits for some
+        # would neither find nor leave a prefix: one that comes now goes without for good.
+        drafter = None if self._breaker.state is BreakerState.OPEN else self._drafter
         may_draft = (
             drafter is not None
             and sampling.max_draft_tokens != 0

@@ -113,6 +113,35 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """When drafting is left off, and for how long."""
+
+    # Steps with failed drafting, of the last `window` that drafted, after which it is left off.
+    max_failures: int = 5
+    window: int = 20
+    # Until it is tried again; twice as long after each try that fails, up to `max_open_s`.
+    open_s: float = 10.0
+    max_open_s: float = 300.0
+    # A step whose drafting took longer has failed.
+    slow_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _at_least("speculation.breaker.max_failures", self.max_failures, 1)
+        _at_least("speculation.breaker.window", self.window, self.max_failures)
+        for key in ("open_s", "slow_s"):
+            if not 0 < getattr(self, key) <= 86_400:
+                value = getattr(self, key)
+                raise ConfigError(f"speculation.breaker.{key}", value, "must be in (0, 86400]")
+        if not self.open_s <= self.max_open_s <= 86_400:
+            raise ConfigError(
+                "speculation.breaker.max_open_s",
+                self.max_open_s,
+                "must be in [speculation.breaker.open_s, 86400]",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """How tokens are drafted."""
 
@@ -123,6 +152,7 @@ class SpeculationConfig:
     # Tokens that must recur for `ngram` to draft what followed them: the longest is tried first.
     ngram_max: int = 4
     ngram_min: int = 2
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
     def __post_init__(self) -> None:
         """Check the ranges and that the method has its model."""

@@ -291,6 +291,10 @@ class EngineStats:
     accepted_per_position: tuple[int, ...] = ()
     # "stage:reason" -> failures that cost a step its drafts
     spec_failures: dict[str, int] = field(default_factory=dict)
+    # Whether steps draft: closed, open or half_open; empty without a drafter.
+    breaker_state: str = ""
+    # Times that drafting was left off.
+    breaker_opened: int = 0
     target_failures: int = 0
     # Seconds.
     target_time_s: float = 0.0

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from workers.admission import Admission
 from workers.config import EngineConfig
 from workers.contracts import EngineStats, FinishReason, GenerationRequest, TokenDelta, WorkerInfo
+from workers.drafting import Drafting
 from workers.errors import GenerationFailed, InvalidRequest, RequestError
 from workers.kv.block_manager import BlockManager
 from workers.kv.state_slots import StateSlots
-from workers.models.device import is_device_lost
 from workers.models.runner import ModelRunner
 from workers.sampling.grammar import GrammarCompiler
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
-from workers.spec.drafter import Drafter, DraftStage, DraftTask
+from workers.spec.breaker import Breaker
+from workers.spec.drafter import Drafter, DraftStage
 from workers.stats import StatsRecorder
 from workers.target import Outcome, Target
 
@@ -67,7 +67,6 @@ class Engine:
         """
         self.config = config
         self._runner = runner
-        self._drafter = drafter
         keep_hidden = drafter is not None and drafter.needs_hidden
         self._target = Target(runner, num_ids, keep_hidden)
         self.blocks = BlockManager(
@@ -78,8 +77,13 @@ class Engine:
             lookahead=int(keep_hidden),
         )
         self.scheduler = Scheduler(config.scheduler, self.blocks, runner.adapter.max_positions)
-        self._admission = Admission(runner.adapter, num_ids, self.scheduler, drafter, grammars)
-        self._num_ids = num_ids
+        self._breaker = Breaker(config.speculation.breaker)
+        self._admission = Admission(
+            runner.adapter, num_ids, self.scheduler, drafter, self._breaker, grammars
+        )
+        self._drafting = Drafting(
+            drafter, self._breaker, config.speculation, num_ids, self.scheduler, self.blocks
+        )
         self._sequences: dict[str, Sequence] = {}
         self.recorder = StatsRecorder(config.speculation.num_draft_tokens)
 
@@ -97,7 +101,7 @@ class Engine:
             model_id=self.config.model_id,
             target=self.config.target.path,
             draft=speculation.draft.path if speculation.draft else None,
-            method="none" if self._drafter is None else self._drafter.name,
+            method="none" if self._drafting.drafter is None else self._drafting.drafter.name,
             attention_backend=self._runner.backend.name,
             max_sequence_len=self.scheduler.max_sequence_len,
             num_blocks=self.blocks.num_blocks,
@@ -109,7 +113,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return counters and gauges as of now."""
-        return self.recorder.snapshot(self.scheduler, self.blocks)
+        breaker = None if self._drafting.drafter is None else self._breaker
+        return self.recorder.snapshot(self.scheduler, self.blocks, breaker)
 
     def forget_statistics(self) -> None:
         """Count from zero again (after a warm-up)."""
@@ -164,10 +169,7 @@ class Engine:
         self.recorder.target_step(time.perf_counter() - start)
         for outcome in outcomes:
             self._settle(outcome, result)
-        if self._drafter is not None:
-            start = time.perf_counter()
-            self._draft(self._drafter, outcomes)
-            self.recorder.draft_step(time.perf_counter() - start)
+        self._drafting.follow(outcomes, self.recorder)
         for item in batch.scheduled:
             if not item.seq.is_finished:
                 self.scheduler.publish(item.seq)
@@ -219,59 +221,6 @@ class Engine:
         if seq.finish_reason is not None:
             del self._sequences[seq.request_id]
             self.recorder.finished(seq.finish_reason)
-
-    def _draft(self, drafter: Drafter, outcomes: Seq[Outcome]) -> None:
-        """Let the drafter follow the step; whatever goes wrong costs the next step its drafts."""
-        tasks = [
-            DraftTask(seq, self._num_drafts(seq), outcome.hidden)
-            for outcome in outcomes
-            if not (seq := outcome.item.seq).is_finished and seq.may_draft
-        ]
-        if not tasks:
-            return
-        try:
-            proposal = drafter.propose(tasks)
-            for task, draft_ids in zip(tasks, proposal.draft_ids, strict=True):
-                task.seq.draft_ids = self._checked(task, draft_ids)
-        except Exception as error:  # the named boundary of draft failures
-            if is_device_lost(error):
-                raise
-            logger.warning("drafting failed, the next step decodes plainly: %r", error)
-            self.recorder.spec_failed(DraftStage.PROPOSE, type(error).__name__)
-            for task in tasks:
-                task.seq.drop_drafts()
-                task.seq.num_fallbacks += task.num_drafts > 0
-            return
-        for task in tasks if proposal.failures else ():
-            task.seq.num_fallbacks += task.num_drafts > 0 and not task.seq.draft_ids
-        for failure in proposal.failures:
-            logger.warning("drafting failed in %s: %s", failure.stage, failure.reason)
-            self.recorder.spec_failed(failure.stage, failure.reason)
-            if failure.distrusted is not None:
-                self._distrust(tasks[failure.distrusted].seq)
-
-    def _distrust(self, seq: Sequence) -> None:
-        """After non-finite draft logits, trust none of the sequence's draft K/V, cached or not."""
-        seq.drop_drafts()
-        # Blocks that others read as well are not written again; such a sequence stays without.
-        if self.blocks.withdraw(seq):
-            seq.num_draft_computed_tokens = 0
-
-    def _num_drafts(self, seq: Sequence) -> int:
-        if seq.num_uncomputed != 1:
-            return 0  # still inside its prompt
-        return self.scheduler.plan_drafts(seq, self.config.speculation.num_draft_tokens)
-
-    def _checked(self, task: DraftTask, draft_ids: Seq[int]) -> list[int]:
-        """Cut drafts at what was asked, and at the first that is no token or not legal."""
-        kept: list[int] = []
-        for token_id in draft_ids[: task.num_drafts]:
-            if not (isinstance(token_id, int) and 0 <= token_id < self._num_ids):
-                self.recorder.spec_failed(DraftStage.PROPOSE, "id_out_of_range")
-                break
-            kept.append(token_id)
-        grammar = task.seq.grammar
-        return kept if grammar is None else kept[: grammar.num_legal(kept)]
 
     def _fail(self, seq: Sequence, message: str, result: StepResult) -> None:
         logger.warning("request %s: %s", seq.request_id, message)

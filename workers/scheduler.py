@@ -155,7 +155,7 @@ class Scheduler:
         wanted = seq.request.sampling.max_draft_tokens
         limit = max_drafts if wanted is None else min(max_drafts, wanted)
         # The step also emits a bonus token, for which the sequence needs room.
-        limit = min(limit, seq.max_len - seq.num_tokens - 1)
+        limit = min(limit, seq.num_left - 1)
         if self._state_interval:
             # A step that ran past a checkpoint's place would leave none there.
             done = seq.num_computed_tokens % self._state_interval

@@ -114,6 +114,11 @@ class Sequence:
         return self.num_tokens - self.prompt_len
 
     @property
+    def num_left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_len - self.num_tokens
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens whose K/V the target still has to compute; 1 = a decode row."""
         return self.num_tokens - self.num_computed_tokens

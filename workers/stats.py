@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from workers.kv.block_manager import BlockManager
     from workers.scheduler import ScheduledSequence, Scheduler
     from workers.sequence import Sequence
+    from workers.spec.breaker import Breaker
 
 
 class StatsRecorder:
@@ -84,7 +85,9 @@ class StatsRecorder:
         """Count a failure that cost drafts."""
         self._spec_failures[f"{stage}:{reason}"] += 1
 
-    def snapshot(self, scheduler: Scheduler, blocks: BlockManager) -> EngineStats:
+    def snapshot(
+        self, scheduler: Scheduler, blocks: BlockManager, breaker: Breaker | None
+    ) -> EngineStats:
         """Return everything as of now."""
         return EngineStats(
             admitted=self._admitted,
@@ -104,6 +107,8 @@ class StatsRecorder:
             accepted_tokens=sum(self._accepted_per_position),
             accepted_per_position=tuple(self._accepted_per_position),
             spec_failures=dict(self._spec_failures),
+            breaker_state="" if breaker is None else str(breaker.state),
+            breaker_opened=0 if breaker is None else breaker.num_opened,
             target_failures=self._target_failures,
             target_time_s=self._target_time_s,
             draft_time_s=self._draft_time_s,

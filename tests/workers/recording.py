@@ -31,8 +31,8 @@ def record(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RecordedSpan
     """Return a list that fills while the engine runs; prompts must not share blocks."""
     spans: list[RecordedSpan] = []
     runners: list[ModelRunner] = [engine._runner]
-    if engine._drafter is not None:
-        runners.append(engine._drafter._runner)  # type: ignore[attr-defined]
+    if engine._drafting.drafter is not None:
+        runners.append(engine._drafting.drafter._runner)  # type: ignore[attr-defined]
     for runner in runners:
         forward = runner.forward
 

@@ -38,8 +38,13 @@ class ScriptedDrafter:
         return drafts
 
 
+def end_wait(engine: Engine) -> None:
+    """Let an open breaker try again now, as when its wait is over."""
+    engine._breaker._until_s = 0.0
+
+
 def script(engine: Engine, wanted: Script, answers: dict[str, list[int]]) -> None:
     """Let an engine that was built without speculation draft by a script."""
     drafter = ScriptedDrafter(wanted, answers)
-    engine._drafter = drafter
+    engine._drafting.drafter = drafter
     engine._admission._drafter = drafter

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.workers import tiny
 from tests.workers.conftest import Checkpoints
 from tests.workers.engines import make_engine, run
+from tests.workers.scripted import end_wait
 from tests.workers.tiny import mixed_requests
 from workers.batch_info import ForwardBatch, ForwardMode
 from workers.engine import Engine
@@ -25,7 +26,7 @@ def _break_forward(
     engine: Engine, mode: ForwardMode, fault: Callable[[Tensor], Tensor], every: int
 ) -> None:
     """Let the draft model's forward go wrong in one mode, every n-th time."""
-    runner = engine._drafter._runner  # type: ignore[union-attr]
+    runner = engine._drafting.drafter._runner  # type: ignore[union-attr]
     forward, calls = runner.forward, {"n": 0}
 
     def broken(batch: ForwardBatch, *args: Any) -> StepOutput:
@@ -66,10 +67,12 @@ def test_a_broken_draft_model_costs_speed_only(
     assert outcome.failures == {}
     assert sum(engine.stats().spec_failures.values()) > 0
     # What comes after the faults is drafted well again: no K/V was trusted that should not be.
-    del engine._drafter._runner.forward  # type: ignore[union-attr]
+    del engine._drafting.drafter._runner.forward  # type: ignore[union-attr]
     before = engine.stats()
+    end_wait(engine)
     assert run(engine, mixed_requests()).token_ids == expected
     after = engine.stats()
+    assert after.breaker_state == "closed"
     assert after.accepted_tokens > before.accepted_tokens
     assert after.spec_failures == before.spec_failures
 
@@ -87,7 +90,7 @@ class _ScriptedDrafter:
 
 def _engine_with(path: str, propose: Callable[[Sequence[DraftTask]], Proposal]) -> Engine:
     engine = make_engine(path, num_draft_tokens=4)
-    engine._drafter = engine._admission._drafter = _ScriptedDrafter(propose)
+    engine._drafting.drafter = engine._admission._drafter = _ScriptedDrafter(propose)
     return engine
 
 
@@ -234,13 +237,13 @@ def test_one_sequences_draft_failure_leaves_the_others_their_drafts(
     requests = mixed_requests(4)
     expected = run(make_engine(path), requests).token_ids
     engine = make_engine(path, draft)
-    adapter = engine._drafter._runner.adapter  # type: ignore[union-attr]
+    adapter = engine._drafting.drafter._runner.adapter  # type: ignore[union-attr]
 
     def broken(_: Any) -> Tensor:
         raise RuntimeError("the draft's tower does not like this image")
 
     adapter.embed_media = broken
-    engine._drafter._runner.image_cache._entries.clear()  # type: ignore[union-attr]
+    engine._drafting.drafter._runner.image_cache._entries.clear()  # type: ignore[union-attr]
     drafted: dict[str, int] = {}
     for request in requests:
         engine.add(request)
@@ -256,7 +259,7 @@ def test_draft_catch_up_keeps_to_the_steps_budget(pair: tuple[str, str]) -> None
     """After an outage every sequence caught up at once, in one forward pass of any size."""
     path, draft = pair
     engine = make_engine(path, draft, max_step_tokens=64, max_chunk_tokens=32, max_running=8)
-    runner = engine._drafter._runner  # type: ignore[union-attr]
+    runner = engine._drafting.drafter._runner  # type: ignore[union-attr]
     forward, sizes, outage = runner.forward, [], {"on": True}
 
     def recording(batch: ForwardBatch, *args: Any) -> StepOutput:
@@ -269,14 +272,13 @@ def test_draft_catch_up_keeps_to_the_steps_budget(pair: tuple[str, str]) -> None
     for seed in range(8):
         ids, _ = tiny.prompt(seed, [70])
         engine.add(tiny.request(f"r{seed}", ids, max_tokens=40, ignore_eos=True))
-    engine.step()
-    for seq in engine.scheduler.running:
-        seq.num_draft_failures = -1000  # the outage is the drafter's, not theirs
     while (
         any(seq.num_uncomputed > 1 for seq in engine.scheduler.running) or engine.scheduler.waiting
     ):
         engine.step()
     outage["on"] = False
+    assert engine.stats().breaker_state == "open"
+    end_wait(engine)
     while engine.has_work:
         engine.step()
     assert max(sizes) <= 64 + 2 * 8
@@ -291,7 +293,7 @@ def test_a_bad_block_leaves_the_prefix_cache(pair: tuple[str, str], side: str) -
     request = tiny.request("r", ids, ignore_eos=True)
     expected = run(make_engine(path), [request]).token_ids
     engine = make_engine(path, draft, max_chunk_tokens=32)
-    runner = engine._runner if side == "target" else engine._drafter._runner  # type: ignore[union-attr]
+    runner = engine._runner if side == "target" else engine._drafting.drafter._runner  # type: ignore[union-attr]
     embed, calls = runner.adapter.embed, {"n": 0}
 
     def transient(input_ids: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ def test_deltas_count_steps_and_fallbacks(
     def fail(tasks: object) -> object:
         raise RuntimeError("no drafts today")
 
-    monkeypatch.setattr(engine._drafter, "propose", fail)
+    monkeypatch.setattr(engine._drafting.drafter, "propose", fail)
     (deltas,) = _deltas(engine, [request]).values()
     # Before the last token none is drafted, so none is missed.
     assert (deltas[-1].num_steps, deltas[-1].num_fallbacks) == (16, 14)

@@ -113,7 +113,7 @@ def _embeddings(model: Any, request: GenerationRequest, ids: list[int]) -> Tenso
 
 def _record_proposals(engine: Engine) -> list[tuple[str, list[int], list[int]]]:
     """Return a list of (request, its tokens, its drafts) that fills while the engine runs."""
-    drafter: Any = engine._drafter
+    drafter: Any = engine._drafting.drafter
     propose, seen = drafter.propose, []
 
     def recording(tasks: list[DraftTask]) -> Proposal:
@@ -200,7 +200,7 @@ def test_a_failed_draft_extend_is_caught_up(checkpoints: Checkpoints) -> None:
     """Output that the head has not seen waits; drafts after an outage are as without one."""
     path = checkpoints("qwen3_5")
     engine = make_engine(path, method="nextn", num_draft_tokens=K)
-    runner: Any = engine._drafter._runner  # type: ignore[union-attr]
+    runner: Any = engine._drafting.drafter._runner  # type: ignore[union-attr]
     forward, calls = runner.forward, {"n": 0}
 
     def failing(*args: Any, **kwargs: Any) -> StepOutput:
@@ -222,7 +222,7 @@ def test_a_failed_draft_extend_is_caught_up(checkpoints: Checkpoints) -> None:
 
 def test_no_output_is_kept_after_a_step(checkpoints: Checkpoints) -> None:
     engine = make_engine(checkpoints("qwen3_5"), method="nextn")
-    outputs = engine._drafter._outputs  # type: ignore[union-attr]
+    outputs = engine._drafting.drafter._outputs  # type: ignore[union-attr]
     for request in _requests("qwen3_5"):
         engine.add(request)
     while engine.has_work:

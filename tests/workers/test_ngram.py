@@ -268,6 +268,6 @@ def test_the_engine_leaves_no_index_behind(checkpoints: Checkpoints) -> None:
     engine.step()
     engine.abort("aborted")
     gc.collect()
-    drafter = engine._drafter
+    drafter = engine._drafting.drafter
     assert isinstance(drafter, NgramDrafter)
     assert len(drafter._indexes) == 0

@@ -48,8 +48,10 @@ class DraftFailure:
     stage: DraftStage
     # Name of an exception's type, or what was wrong with the result.
     reason: str
-    # Task whose draft K/V is not to be trusted any more.
-    distrusted: int | None = None
+    # The task that it is pinned on; None = the drafter itself.
+    task: int | None = None
+    # Whether that task's draft K/V is not to be trusted any more.
+    is_distrusted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,6 @@ from workers.sequence import Sequence
 from workers.spec.drafter import DraftFailure, DraftStage, DraftTask, Proposal
 from workers.spec.rows import draft_row
 
-# A sequence that made drafting fail this often on its own is left alone.
-_MAX_FAILURES = 3
-
 
 @dataclass(frozen=True, slots=True)
 class ExtendItem:
@@ -137,8 +134,8 @@ class ModelDrafter(ABC):
         for num_missing, number, drafts_now in sorted(wanted):
             seq = tasks[number].seq
             num_tokens = min(num_missing, budget)
-            if num_tokens == 0 or seq.num_draft_failures >= _MAX_FAILURES:
-                continue
+            if num_tokens == 0:
+                break
             budget -= num_tokens
             start = seq.num_draft_computed_tokens
             drafts = drafts_now and num_tokens == num_missing
@@ -153,10 +150,9 @@ class ModelDrafter(ABC):
             if is_device_lost(error):
                 raise
             if len(items) == 1:
-                items[0].task.seq.num_draft_failures += 1
-                proposal.failures.append(
-                    DraftFailure(DraftStage.DRAFT_EXTEND, type(error).__name__)
-                )
+                reason = type(error).__name__
+                failure = DraftFailure(DraftStage.DRAFT_EXTEND, reason, items[0].number)
+                proposal.failures.append(failure)
                 return []
             half = len(items) // 2
             return self._extend(items[:half], proposal) + self._extend(items[half:], proposal)
@@ -214,10 +210,10 @@ def _collect(
     rows = zip(live, sampled.token_ids.tolist(), sampled.is_finite.tolist(), strict=True)
     for place, (item, token_id, is_finite) in enumerate(rows):
         if not is_finite:
-            item.seq.num_draft_failures += 1
-            proposal.failures.append(
-                DraftFailure(DraftStage.DRAFT_DECODE, "non_finite", distrusted=item.number)
+            failure = DraftFailure(
+                DraftStage.DRAFT_DECODE, "non_finite", item.number, is_distrusted=True
             )
+            proposal.failures.append(failure)
             continue
         drafts = proposal.draft_ids[item.number]
         drafts.append(token_id)
