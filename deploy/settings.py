@@ -91,6 +91,7 @@ class WorkerSettings(ReplicaSettings):
     max_queued_requests: int = 256
     # None = the engine's own default.
     num_threads: int | None = None
+    stall_timeout_s: float | None = None
     device: str | None = None
     attention_backend: str | None = None
 
@@ -176,6 +177,7 @@ class AppSettings(BaseModel):
             "device": worker.device,
             "attention_backend": worker.attention_backend,
             "num_threads": worker.num_threads,
+            "stall_timeout_s": worker.stall_timeout_s,
         }
         return EngineConfig(
             model_id=self.model_id,

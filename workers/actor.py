@@ -23,7 +23,7 @@ EXIT_DELAY_S = 1.0
 
 
 def _exit_soon() -> None:
-    """End the process, whose engine is dead.
+    """End the process, whose engine is dead or stuck.
 
     A replica that only fails its requests has the shortest queue, and draws the traffic until the
     controller has failed its health check three times; a dead process is replaced at once.
@@ -38,10 +38,12 @@ class Worker:
         # Here, and not above: they import torch.
         from workers.engine_loop import EngineLoop
         from workers.factory import build_engine
+        from workers.watchdog import Watchdog
 
         engine = build_engine(config)
         self._info = engine.info(serve.get_replica_context().replica_id.unique_id)
-        self._loop = EngineLoop(engine, on_death=_exit_soon)
+        self._loop = EngineLoop(engine, config.stall_timeout_s, on_death=_exit_soon)
+        self._watchdog = Watchdog(self._loop.check_health, config.stall_timeout_s, _exit_soon)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream one request; a cancelled stream aborts it in the engine."""
@@ -60,7 +62,7 @@ class Worker:
         self._loop.check_health()
 
     def __del__(self) -> None:
-        """Stop the engine's thread when Serve drops the replica."""
-        loop = getattr(self, "_loop", None)  # the constructor may have failed
-        if loop is not None:
-            loop.close()
+        """Stop the worker's threads when Serve drops the replica."""
+        for name in ("_watchdog", "_loop"):  # the constructor may have failed
+            if part := getattr(self, name, None):
+                part.close()

@@ -186,9 +186,13 @@ class EngineConfig:
     attention_backend: str = "auto"
     # CPU threads of the worker's torch; None = torch's own choice.
     num_threads: int | None = None
+    # A step that takes longer is stuck, and the worker ends itself, to be replaced.
+    stall_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
+        if not 1 <= self.stall_timeout_s <= 86_400:
+            raise ConfigError("stall_timeout_s", self.stall_timeout_s, "must be in [1, 86400]")
         _one_of("attention_backend", self.attention_backend, ("auto", "sdpa", "vllm_flash_attn"))
         if self.num_threads is not None:
             _at_least("num_threads", self.num_threads, 1)

@@ -36,7 +36,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        stall_timeout_s: float = 60.0,
+        stall_timeout_s: float = 20.0,
         on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
@@ -55,8 +55,9 @@ class EngineLoop:
         self._end: str | None = None
         # Written by the thread, read anywhere.
         self._stats = engine.stats()
-        # Start of the step in progress, on the monotonic clock; None between steps.
-        self._step_started_s: float | None = None
+        # Since when the thread works on one step or on its mailbox, on the monotonic clock; None
+        # while there is nothing to do.
+        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -94,15 +95,15 @@ class EngineLoop:
                     self._post(partial(self._engine.abort, key))
 
     def check_health(self) -> None:
-        """Return if the engine lives and its present step is not stuck.
+        """Return if the engine lives and gets on with what it has to do.
 
         Raises:
             WorkerLost: It does not.
         """
         if self._end is not None:
             raise WorkerLost(f"the engine stopped: {self._end}")
-        started_s = self._step_started_s
-        if started_s is not None and time.monotonic() - started_s > self._stall_timeout_s:
+        since_s = self._busy_since_s
+        if since_s is not None and time.monotonic() - since_s > self._stall_timeout_s:
             raise WorkerLost(f"a step has been running for over {self._stall_timeout_s:g} s")
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -123,9 +124,8 @@ class EngineLoop:
         end = "it was closed"
         try:
             while self._wait_for_work():
-                self._step_started_s = time.monotonic()
+                self._busy_since_s = time.monotonic()
                 result = self._engine.step()
-                self._step_started_s = None
                 self._stats = self._engine.stats()
                 if result.deltas or result.failures:
                     self._call(partial(self._deliver, result))
@@ -146,7 +146,9 @@ class EngineLoop:
         while True:
             with self._wake:
                 while not (self._mailbox or self._stopping or self._engine.has_work):
+                    self._busy_since_s = None
                     self._wake.wait()
+                self._busy_since_s = time.monotonic()
                 commands, self._mailbox = self._mailbox, []
                 if self._stopping:
                     return False

@@ -40,7 +40,10 @@ def test_every_value_arrives() -> None:
         speculation={"method": "draft_model", "draft": {"path": "b"}, "num_draft_tokens": 7},
         cache={"num_blocks": 9},
         scheduler={"max_running": 3, "max_waiting": 4},
-        worker={"device": "cuda", "attention_backend": "sdpa", "num_threads": 2, "num_replicas": 5},
+        worker={
+            "device": "cuda", "attention_backend": "sdpa", "num_threads": 2, "num_replicas": 5,
+            "stall_timeout_s": 7,
+        },
         ingress={
             "max_replays": 0, "max_body_bytes": 10, "images": {"max_images": 1},
             "api_key_file": "/keys", "api_key_env": "KEYS", "cors_origins": ["https://a.example"],
@@ -52,6 +55,7 @@ def test_every_value_arrives() -> None:
     assert engine.speculation.draft == ModelConfig("b")
     assert (engine.speculation.num_draft_tokens, engine.cache.num_blocks) == (7, 9)
     assert (engine.device, engine.attention_backend, engine.num_threads) == ("cuda", "sdpa", 2)
+    assert engine.stall_timeout_s == 7
     serving = settings.serving_config()
     assert (serving.max_replays, serving.max_body_bytes, serving.images.max_images) == (0, 10, 1)
     assert (serving.path, serving.revision) == ("a", "r")
@@ -82,6 +86,9 @@ def test_every_value_arrives() -> None:
         ({"speculation": {"method": "ngram", "ngram_min": 5}}, "speculation.ngram_max"),
         ({"worker": {"num_replicas": 0}}, "num_replicas"),
         ({"worker": {"num_threads": 0}}, "num_threads"),
+        ({"worker": {"stall_timeout_s": 0}}, "stall_timeout_s"),
+        ({"speculation": {"breaker": {"open_s": 0}}}, "speculation.breaker.open_s"),
+        ({"speculation": {"breaker": {"opens": 1}}}, "speculation.breaker.opens"),
         ({"ingress": {"max_replays": -1}}, "ingress.max_replays"),
         ({"ingress": {"images": {"max_image": 1}}}, "ingress.images.max_image"),
         *(
@@ -215,7 +222,7 @@ def test_no_default_stands_twice() -> None:
     """The settings' own optional copies of other classes' fields must all default to None."""
     own = {f.name for f in dataclasses.fields(type(parse().worker))}
     shared = own & {f.name for f in dataclasses.fields(EngineConfig)}
-    assert shared == {"device", "attention_backend", "num_threads"}
+    assert shared == {"device", "attention_backend", "num_threads", "stall_timeout_s"}
     assert all(getattr(parse().worker, name) is None for name in shared)
     limits = {"max_body_bytes", "max_replays", "health_timeout_s"}
     assert all(getattr(parse().ingress, name) is None for name in limits)

@@ -149,9 +149,10 @@ async def test_a_dead_engine_ends_every_stream_and_fails_health(
     await _until(lambda: deaths == ["died"])  # the worker's process ends, and is replaced
 
 
-async def test_a_step_that_does_not_end_fails_health(
+async def test_d14_a_step_that_does_not_end_fails_health(
     checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
 ) -> None:
+    """D14: nothing moved until a restart, and health said ok."""
     engine = make_engine(checkpoints("llama"))
     loop = loops(engine, stall_timeout_s=0.05)
     release = threading.Event()
@@ -162,6 +163,38 @@ async def test_a_step_that_does_not_end_fails_health(
     release.set()
     assert len(await stream) == 12
     loop.check_health()
+
+
+async def test_a_command_that_does_not_end_fails_health(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """The engine's thread was stuck before its first step, and health said ok."""
+    engine = make_engine(checkpoints("llama"))
+    loop = loops(engine, stall_timeout_s=0.05)
+    release = threading.Event()
+    add = engine.add
+    engine.add = lambda request: (release.wait(5), add(request))[1]  # type: ignore[method-assign]
+    stream = asyncio.ensure_future(_collect(loop, _request("r")))
+    await _until(lambda: _is_lost(loop))
+    release.set()
+    assert len(await stream) == 12
+    await asyncio.sleep(0.1)
+    loop.check_health()  # having nothing to do is no stall
+
+
+async def test_e7_health_answers_while_the_engine_is_busy(
+    checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
+) -> None:
+    """E7: with many requests the check timed out, and healthy workers were replaced."""
+    loop = loops(make_engine(checkpoints("llama"), max_running=8, max_waiting=1000))
+    streams = [asyncio.ensure_future(_collect(loop, _request(str(n), n))) for n in range(200)]
+    num_checks = 0
+    while not all(stream.done() for stream in streams):
+        loop.check_health()
+        num_checks += 1
+        await asyncio.sleep(0)
+    assert {len(ids) for ids in await asyncio.gather(*streams)} == {12}
+    assert num_checks > 100
 
 
 def _is_lost(loop: EngineLoop) -> bool:
