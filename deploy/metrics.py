@@ -9,7 +9,7 @@ the workers that answered, so a dead worker's series end, and a new one's start 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -56,16 +56,30 @@ LABELLED = (
     ("refused", "requests_refused", "reason", "Requests not admitted.", ()),
 )  # fmt: skip
 BREAKER_STATES = ("closed", "open", "half_open")
+# Fields of `StreamCounters`: field, name without `_total`, help.
+STREAMS = (
+    ("interrupted", "streams_interrupted", "Times a stream lost its worker."),
+    ("resumed", "streams_resumed", "Replays that went on with a stream."),
+    ("lost", "streams_lost", "Streams that no worker could finish."),
+    ("replayed_tokens", "replayed_tokens", "Tokens sent along with replays."),
+    ("timed_out", "requests_timed_out", "Requests that were not finished in their time."),
+)
+# Ingress processes whose counters are kept, the latest; each restart makes a new one.
+MAX_INGRESSES = 256
 INFO = ("target", "draft", "method", "attention_backend", "device", "dtype")
 
+Totals = dict[str, int]
 PlainFamily = CounterMetricFamily | GaugeMetricFamily
 
 
 class _Reports:
     """A collector over reports, in the shape `prometheus_client` asks for."""
 
-    def __init__(self, reports: Sequence[WorkerReport]) -> None:
+    def __init__(
+        self, reports: Sequence[WorkerReport], ingresses: Mapping[tuple[str, str], Totals]
+    ) -> None:
         self._reports = reports
+        self._ingresses = ingresses
 
     def collect(self) -> Iterable[Metric]:
         """Yield every family."""
@@ -85,6 +99,11 @@ class _Reports:
         yield self._failures()
         yield self._breaker()
         yield self._info()
+        for field, name, text in STREAMS:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=("model", "ingress"))
+            for labels, totals in self._ingresses.items():
+                counter.add_metric(labels, totals.get(field, 0))
+            yield counter
 
     def _family(self, family: PlainFamily, field: str) -> Metric:
         for report in self._reports:
@@ -140,10 +159,13 @@ def _labels(report: WorkerReport) -> list[str]:
     return [report.info.model_id, report.info.worker_id]
 
 
-def render(reports: Sequence[WorkerReport]) -> str:
-    """Return the reports as Prometheus text."""
+def render(
+    reports: Sequence[WorkerReport], ingresses: Mapping[tuple[str, str], Totals] | None = None
+) -> str:
+    """Return the workers' reports and the ingresses' counters as Prometheus text."""
     registry = CollectorRegistry()
-    registry.register(_Reports(sorted(reports, key=lambda r: r.info.worker_id)))  # type: ignore[arg-type]
+    reports = sorted(reports, key=lambda r: r.info.worker_id)
+    registry.register(_Reports(reports, ingresses or {}))  # type: ignore[arg-type]
     return generate_latest(registry).decode()
 
 
@@ -153,9 +175,21 @@ class MetricsExporter:
     def __init__(self, workers: DeploymentHandle, timeout_s: float = 5.0) -> None:
         self._workers = workers
         self._timeout_s = timeout_s
+        # (model, ingress) -> its latest totals, the latest last.
+        self._ingresses: dict[tuple[str, str], Totals] = {}
 
-    async def render(self) -> str:
-        """Return the metrics of all workers that are alive.
+    async def take(self, model: str, ingress: str, totals: Totals) -> None:
+        """Keep an ingress's counters, which outlive it here."""
+        known = self._ingresses.pop((model, ingress), {})
+        # Two messages may have passed each other: none lets a counter fall.
+        self._ingresses[model, ingress] = {
+            name: max(count, known.get(name, 0)) for name, count in totals.items()
+        }
+        while len(self._ingresses) > MAX_INGRESSES:
+            del self._ingresses[next(iter(self._ingresses))]
+
+    async def render(self, model: str, ingress: str, totals: Totals) -> str:
+        """Return the metrics of all workers that are alive, and of the ingress that asks.
 
         Raises:
             WorkerLost: One hangs; a failed scrape shows that, a part of the workers would not.
@@ -172,4 +206,5 @@ class MetricsExporter:
             logger.warning(
                 "%d of %d workers gave no report", len(results) - len(reports), len(results)
             )
-        return render(reports)
+        await self.take(model, ingress, totals)
+        return render(reports, self._ingresses)

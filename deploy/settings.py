@@ -114,6 +114,8 @@ class IngressSettings(ReplicaSettings):
     max_body_bytes: int | None = None
     max_replays: int | None = None
     health_timeout_s: float | None = None
+    worker_wait_s: float | None = None
+    max_request_s: float | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
     cors_origins: tuple[str, ...] | None = None
@@ -196,6 +198,8 @@ class AppSettings(BaseModel):
             "max_body_bytes": ingress.max_body_bytes,
             "max_replays": ingress.max_replays,
             "health_timeout_s": ingress.health_timeout_s,
+            "worker_wait_s": ingress.worker_wait_s,
+            "max_request_s": ingress.max_request_s,
             "api_key_file": ingress.api_key_file,
             "api_key_env": ingress.api_key_env,
             "cors_origins": ingress.cors_origins,

@@ -8,6 +8,7 @@ real HTTP status.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from serving.answers import AnswerFormat
 from serving.auth import ApiKeys, KeyCheck
 from serving.choices import fan_out, merge
+from serving.deadline import Deadline
 from serving.disconnect import ClientDisconnectedError, while_connected
 from serving.errors import HttpError, ModelNotFound, from_validation, to_http
 from serving.keepalive import Peekable, with_keep_alive
@@ -65,6 +67,8 @@ class Services:
     # How long a stream may send nothing before a comment goes out; None = for ever. Also how long
     # its headers wait for the first token.
     keep_alive_s: float | None = 15.0
+    # After which any request is given up; None = never.
+    max_request_s: float | None = None
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     # Whose pages may ask from a browser.
     cors_origins: tuple[str, ...] = ()
@@ -90,15 +94,17 @@ class Routes:
         """Answer a chat."""
         self._check_model(body.model)
         request_id = f"chatcmpl-{http.state.request_id}"
-        request = await self._services.prompts.chat(body, request_id)
-        return await self._answer("chat", body, (request,), http)
+        deadline = self._deadline(body)
+        request = await deadline.wait_for(self._services.prompts.chat(body, request_id))
+        return await self._answer("chat", body, (request,), http, deadline)
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """Continue a text."""
         self._check_model(body.model)
         request_id = f"cmpl-{http.state.request_id}"
+        deadline = self._deadline(body)
         requests = await self._services.prompts.completions(body, request_id)
-        return await self._answer("completion", body, requests, http)
+        return await self._answer("completion", body, requests, http, deadline)
 
     async def models(self) -> Response:
         """List the one model that is served."""
@@ -157,6 +163,7 @@ class Routes:
         body: GenerationBody,
         requests: Sequence[TextRequest],
         http: Request,
+        deadline: Deadline,
     ) -> Response:
         n = body.n or 1
         choices = fan_out(requests, n)
@@ -172,7 +179,8 @@ class Routes:
             returns_ids=bool(body.return_token_ids),
             reports_speculation=body.reports_speculation,
         )
-        deltas = Peekable(merge([self._generate(choice) for choice in choices]))
+        merged = merge([self._generate(choice) for choice in choices])
+        deltas = Peekable(deadline.bound(merged))
         if not body.stream:
             return JSONResponse(await while_connected(http.receive, collect(answer, deltas)))
         # Wait for the first delta before any header goes out, but not for ever: until then, an
@@ -184,6 +192,12 @@ class Routes:
             await deltas.aclose()
             raise
         return EventStream(with_keep_alive(events(answer, deltas), keep_alive_s), deltas)
+
+    def _deadline(self, body: GenerationBody) -> Deadline:
+        """Return when the request is given up: as it asks, and at the server's own limit."""
+        limits = (body.timeout, self._services.max_request_s)
+        seconds = min((limit for limit in limits if limit is not None), default=math.inf)
+        return Deadline.after(seconds, self._services.relay.count_timeout)
 
     def _generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
         deltas = self._services.relay.run(request.generation)

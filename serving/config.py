@@ -32,6 +32,10 @@ class ServingConfig:
     max_body_bytes: int = 32 * 1024**2
     # Workers a request may lose before it is given up.
     max_replays: int = 3
+    # How long a request waits while there is no worker at all, such as one that lost its last.
+    worker_wait_s: float = 30.0
+    # After which any request is given up; 0 = never. A request may ask for less (`timeout`).
+    max_request_s: float = 0.0
     # How long `/health` waits for a worker.
     health_timeout_s: float = 5.0
     # API keys: a file, one a line, and the name of an environment variable, separated by commas.
@@ -56,6 +60,10 @@ class ServingConfig:
             raise ConfigError("ingress.max_replays", self.max_replays, "must be at least 0")
         if not 0 < self.health_timeout_s < math.inf:
             raise ConfigError("ingress.health_timeout_s", self.health_timeout_s, "must be above 0")
+        if not 0 < self.worker_wait_s < math.inf:
+            raise ConfigError("ingress.worker_wait_s", self.worker_wait_s, "must be above 0")
+        if not 0 <= self.max_request_s < math.inf:
+            raise ConfigError("ingress.max_request_s", self.max_request_s, "must be at least 0")
         self._check_surroundings()
 
     def _check_surroundings(self) -> None:

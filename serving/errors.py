@@ -7,7 +7,8 @@
     ├── BodyTooLarge              more bytes than the configured limit
     └── InvalidApiKey             no key, or none that is accepted
     SpecserveError (workers.errors)
-    └── StreamLost                no worker could finish the request, replays included
+    ├── StreamLost                no worker could finish the request, replays included
+    └── DeadlineExceeded          the time that was given to the request is over
 
 Owns statuses, OpenAI types and codes. Knows no routes and no Ray. Invariant: what is not in the
 table is a 500 whose body says nothing of the inside.
@@ -48,6 +49,10 @@ class InvalidApiKey(RequestError):
 
 class StreamLost(SpecserveError):
     """The request was interrupted more often than it may be replayed."""
+
+
+class DeadlineExceeded(SpecserveError):
+    """The request was not finished in its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ TABLE: dict[type[Exception], HttpError] = {
     GenerationFailed: HttpError(500, "server_error", "generation_failed"),
     WorkerLost: HttpError(503, "server_error", "no_worker_ready", retry_after_s=1),
     StreamLost: HttpError(503, "server_error", "stream_lost", retry_after_s=1),
+    DeadlineExceeded: HttpError(504, "timeout_error", "timeout"),
 }
 
 

@@ -7,6 +7,8 @@ stand side by side; each sees all workers.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -14,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from serving.api import Services, build_api
 from serving.auth import load_api_keys
 from serving.config import ServingConfig
+from serving.counters import Reporter
 from serving.fetch import ImageFetcher
 from serving.logs import configure
 from serving.prompts import PromptBuilder
@@ -31,14 +34,19 @@ class Ingress:
         configure(config.log_level)
         client = RayWorkerClient(workers, config.health_timeout_s)
         self._metrics = metrics
+        self._model_id = config.model_id
+        self._name = serve.get_replica_context().replica_id.unique_id
+        relay = Relay(client, config.max_replays, worker_wait_s=config.worker_wait_s)
+        relay.on_count = Reporter(relay.counters, self._pass_on).changed
         self._services = Services(
             model_id=config.model_id,
             prompts=load_prompts(config),
             workers=client,
-            relay=Relay(client, config.max_replays),
+            relay=relay,
             metrics=self._render_metrics,
             max_body_bytes=config.max_body_bytes,
             keep_alive_s=config.keep_alive_s or None,
+            max_request_s=config.max_request_s or None,
             # Here, so that keys are in no argument that Ray keeps.
             api_keys=load_api_keys(config.api_key_file, config.api_key_env),
             cors_origins=config.cors_origins,
@@ -55,8 +63,13 @@ class Ingress:
         # From one process for all ingress replicas: a scrape that met another process each time
         # would see counters jump back.
         with our_errors():
-            text: str = await self._metrics.render.remote()
+            totals = asdict(self._services.relay.counters)
+            text: str = await self._metrics.render.remote(self._model_id, self._name, totals)
             return text
+
+    async def _pass_on(self, totals: dict[str, int]) -> None:
+        with our_errors():
+            await self._metrics.take.remote(self._model_id, self._name, totals)
 
 
 def load_prompts(config: ServingConfig) -> PromptBuilder:

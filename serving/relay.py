@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from serving.counters import StreamCounters
 from serving.errors import StreamLost
+from serving.keepalive import Peekable
 from workers.contracts import FinishReason, GenerationRequest, TokenDelta, WorkerClient
 from workers.errors import QueueFull, WorkerLost
 
@@ -23,20 +26,50 @@ logger = logging.getLogger(__name__)
 # The first replay is immediate. Later ones wait 1, 3, 7, ... times this: the worker that fails
 # fastest has the shortest queue and is picked again until Serve has noticed.
 DEFAULT_BACKOFF_S = 1.0
+# How often a request that waits for its first token looks whether there is a worker.
+LOOK_S = 5.0
 
 
-@dataclass(slots=True)
-class RelayCounters:
-    """What happened to streams since the process started. Data, not metrics."""
+class NoWorkerLeft(WorkerLost):
+    """There has been no worker for too long."""
 
-    # Times a stream broke before its terminal delta.
-    interrupted: int = 0
-    # Replays that delivered something.
-    resumed: int = 0
-    # Requests that were given up.
-    lost: int = 0
-    # Tokens that were sent along with replays.
-    replayed_tokens: int = 0
+
+class WorkerWatch:
+    """Knows since when there has been no worker; asks once for all who want to know."""
+
+    def __init__(
+        self,
+        workers: WorkerClient,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._workers = workers
+        self._wait_s = wait_s
+        self._clock = clock
+        self._gone_since_s: float | None = None
+        self._asking: asyncio.Future[None] | None = None
+
+    async def check(self) -> None:
+        """Return while there is hope.
+
+        Raises:
+            NoWorkerLeft: For as long as a request may wait, none was there.
+        """
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        await asyncio.shield(self._asking)
+        since_s = self._gone_since_s
+        if since_s is not None and self._clock() - since_s >= self._wait_s:
+            raise NoWorkerLeft(f"there has been no worker for {self._wait_s:g} s")
+
+    async def _ask(self) -> None:
+        try:
+            await self._workers.check_health()
+        except WorkerLost:
+            if self._gone_since_s is None:
+                self._gone_since_s = self._clock()
+        else:
+            self._gone_since_s = None
 
 
 class _Totals:
@@ -80,12 +113,40 @@ class Relay:
     """Runs requests on workers, each again on another one while its worker is lost."""
 
     def __init__(
-        self, workers: WorkerClient, max_replays: int, backoff_s: float = DEFAULT_BACKOFF_S
+        self,
+        workers: WorkerClient,
+        max_replays: int,
+        backoff_s: float = DEFAULT_BACKOFF_S,
+        *,
+        worker_wait_s: float = 30.0,
+        look_s: float = LOOK_S,
     ) -> None:
+        """Prepare; nothing is asked before a request runs.
+
+        Args:
+            workers: Who generates.
+            max_replays: Workers that one request may lose before it is given up.
+            backoff_s: Unit of the waits between replays.
+            worker_wait_s: How long a request waits while there is no worker at all.
+            look_s: How often a request that waits for its first token looks whether there is.
+        """
         self._workers = workers
         self._max_replays = max_replays
         self._backoff_s = backoff_s
-        self.counters = RelayCounters()
+        self._look_s = look_s
+        self._watch = WorkerWatch(workers, worker_wait_s)
+        self.counters = StreamCounters()
+        # Called on the event loop when a counter has changed.
+        self.on_count: Callable[[], None] = lambda: None
+
+    def count_timeout(self) -> None:
+        """Count a request that ran out of time."""
+        self._count(timed_out=1)
+
+    def _count(self, **changes: int) -> None:
+        for name, number in changes.items():
+            setattr(self.counters, name, getattr(self.counters, name) + number)
+        self.on_count()
 
     async def run(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream the request's deltas to its terminal one; closing this aborts the request.
@@ -98,33 +159,52 @@ class Relay:
         totals = _Totals()
         for attempt in range(self._max_replays + 1):
             if attempt:
-                self.counters.replayed_tokens += len(emitted)
+                self._count(replayed_tokens=len(emitted))
                 await asyncio.sleep(self._backoff_s * (2 ** (attempt - 1) - 1))
             resumed = totals.without_scores(request.resume_after(emitted))
             is_first = True
             try:
-                async with aclosing(self._workers.generate(resumed)) as stream:
+                async with aclosing(Peekable(self._workers.generate(resumed))) as stream:
+                    await self._wait_for_first(stream)
                     async for delta in stream:
                         fresh = totals.add(self._fresh(delta, len(emitted)))
                         emitted.extend(fresh.token_ids)
                         if attempt and is_first:
-                            self.counters.resumed += 1
+                            self._count(resumed=1)
                         is_first = False
                         yield fresh
                         if fresh.finish_reason is not None:
                             return
                 raise WorkerLost("the stream ended without a terminal delta")
+            except NoWorkerLeft:
+                if attempt == 0:
+                    raise  # nothing was lost
+                break
             except (WorkerLost, QueueFull) as error:
                 if isinstance(error, QueueFull) and attempt == 0:
                     raise  # nothing was lost: the client may try again itself
                 totals.end_worker()
-                self.counters.interrupted += 1
+                self._count(interrupted=1)
                 logger.warning(
                     "request %s lost its worker after %d tokens (attempt %d): %s",
                     request.request_id, len(emitted), attempt + 1, error,
                 )  # fmt: skip
-        self.counters.lost += 1
-        raise StreamLost(f"interrupted {self._max_replays + 1} times; no worker finished it")
+        self._count(lost=1)
+        raise StreamLost(f"interrupted {attempt + 1} times; no worker finished it")
+
+    async def _wait_for_first(self, stream: Peekable[TokenDelta]) -> None:
+        """Wait for the first delta, but not for workers that do not come back.
+
+        Serve lets a request wait for a replica as long as there is none.
+
+        Raises:
+            NoWorkerLeft: They did not.
+        """
+        try:
+            while not await stream.peek(self._look_s):
+                await self._watch.check()
+        except StopAsyncIteration:
+            raise WorkerLost("the stream ended before its first delta") from None
 
     @staticmethod
     def _fresh(delta: TokenDelta, num_emitted: int) -> TokenDelta:

@@ -99,6 +99,10 @@ LogitBias = Annotated[
 ]  # fmt: skip
 
 
+# A day.
+MAX_TIMEOUT_S = 86_400
+
+
 class GenerationBody(Body):
     """The parameters that both endpoints share."""
 
@@ -124,6 +128,8 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    # Seconds after which it is given up, whatever it is doing.
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None

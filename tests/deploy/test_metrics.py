@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.metrics import COUNTERS, GAUGES, LABELLED, render
+from deploy.metrics import (
+    COUNTERS,
+    GAUGES,
+    LABELLED,
+    MAX_INGRESSES,
+    STREAMS,
+    MetricsExporter,
+    render,
+)
+from serving.counters import StreamCounters
 from workers.contracts import EngineStats, WorkerInfo, WorkerReport
 
 
@@ -54,6 +64,35 @@ def test_every_counter_is_exported() -> None:
     exported = {row[0] for row in (*COUNTERS, *GAUGES, *LABELLED)}
     exported |= {"accepted_per_position", "spec_failures", "breaker_state"}
     assert exported == {field.name for field in dataclasses.fields(EngineStats)}
+
+
+async def test_counters_of_ingresses_outlive_them_and_never_fall() -> None:
+    """F8: each scrape met another ingress, and counters went up and down."""
+    exporter = MetricsExporter(_NoWorkers())  # type: ignore[arg-type]
+    await exporter.take("m", "a", {"interrupted": 3, "lost": 1})
+    await exporter.take("m", "a", {"interrupted": 2, "lost": 1})  # overtaken on its way
+    text = await exporter.render("m", "b", {"interrupted": 5})
+    wanted = {("a", "streams_interrupted"): 3, ("a", "streams_lost"): 1,
+              ("b", "streams_interrupted"): 5, ("b", "requests_timed_out"): 0}  # fmt: skip
+    for (ingress, name), count in wanted.items():
+        labels = frozenset({"model": "m", "ingress": ingress}.items())
+        assert samples(text)[f"specserve_{name}_total", labels] == count
+    for i in range(1000):
+        await exporter.take("m", str(i), {})
+    assert len(exporter._ingresses) == MAX_INGRESSES
+
+
+class _NoWorkers:
+    def broadcast(self, _: str) -> Any:
+        class Response:
+            async def results_async(self, **_: Any) -> list[object]:
+                return []
+
+        return Response()
+
+
+def test_every_counter_of_streams_is_exported() -> None:
+    assert {row[0] for row in STREAMS} == {f.name for f in dataclasses.fields(StreamCounters)}
 
 
 def test_finish_reasons_exist_before_they_happen() -> None:

@@ -48,6 +48,7 @@ def test_every_value_arrives() -> None:
             "max_replays": 0, "max_body_bytes": 10, "images": {"max_images": 1},
             "api_key_file": "/keys", "api_key_env": "KEYS", "cors_origins": ["https://a.example"],
             "access_log": False, "log_level": "DEBUG", "keep_alive_s": 0,
+            "worker_wait_s": 8, "max_request_s": 9,
         },
     )  # fmt: skip
     engine = settings.engine_config()
@@ -61,6 +62,7 @@ def test_every_value_arrives() -> None:
     assert (serving.path, serving.revision) == ("a", "r")
     assert (serving.api_key_file, serving.api_key_env) == ("/keys", "KEYS")
     assert (serving.cors_origins, serving.access_log) == (("https://a.example",), False)
+    assert (serving.worker_wait_s, serving.max_request_s) == (8, 9)
     assert (serving.log_level, serving.keep_alive_s) == ("DEBUG", 0)
     assert settings.worker_ongoing == 7
     assert settings.ingress_ongoing == 5 * 7 + settings.worker.max_queued_requests
@@ -90,6 +92,8 @@ def test_every_value_arrives() -> None:
         ({"speculation": {"breaker": {"open_s": 0}}}, "speculation.breaker.open_s"),
         ({"speculation": {"breaker": {"opens": 1}}}, "speculation.breaker.opens"),
         ({"ingress": {"max_replays": -1}}, "ingress.max_replays"),
+        ({"ingress": {"worker_wait_s": 0}}, "ingress.worker_wait_s"),
+        ({"ingress": {"max_request_s": -1}}, "ingress.max_request_s"),
         ({"ingress": {"images": {"max_image": 1}}}, "ingress.images.max_image"),
         *(
             ({"worker": {key: value}}, f"worker.{key}")

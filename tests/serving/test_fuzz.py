@@ -58,6 +58,7 @@ def test_c15_any_body(api: Any, path: str, method: str, mode: GenerationMode) ->
     def check(case: Any) -> None:
         if is_right and isinstance(case.body, dict):
             case.body["model"] = "demo"  # or nearly all would be 404
+            case.body.pop("timeout", None)  # or nearly all would be 504
         response = case.call()
         statuses.add(response.status_code)
         case.validate_response(response, checks=CHECKS)

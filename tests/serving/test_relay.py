@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.counters import Reporter
 from serving.errors import StreamLost
-from serving.relay import Relay
+from serving.relay import Relay, WorkerWatch
 from tests.serving.doubles import Script, ScriptedWorkers, deltas_of
 from workers.contracts import (
     FinishReason,
@@ -196,3 +199,94 @@ async def test_logprobs_of_tokens_the_client_has_are_dropped() -> None:
     deltas = await run(Relay(workers, max_replays=1, backoff_s=0))
     scores = [score for delta in deltas for score in delta.logprobs or ()]
     assert [score.token_id for score in scores] == IDS
+
+
+class _Absent(ScriptedWorkers):
+    """No worker is there: requests wait, as Serve lets them."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        async for delta in super().generate(request):
+            yield delta
+        self.is_healthy = False
+        self.gate = asyncio.Event()
+        raise WorkerLost("died")
+
+
+async def test_e9_a_stream_whose_last_worker_died_ends() -> None:
+    """E9: the client waited for ever, as Serve lets requests wait where there is no replica."""
+    workers = _Absent([deltas_of(IDS, (2,), None)[:2]])
+    relay = Relay(workers, max_replays=3, backoff_s=0, worker_wait_s=0.1, look_s=0.02)
+    got: list[TokenDelta] = []
+
+    async def take() -> None:
+        async for delta in relay.run(REQUEST):
+            got.append(delta)  # noqa: PERF401 - also those before the error
+
+    with pytest.raises(StreamLost):
+        await take()
+    assert ids_of(got) == IDS[:4]
+    assert (workers.num_open, len(workers.requests)) == (0, 2)
+    counters = relay.counters
+    assert (counters.interrupted, counters.resumed, counters.lost) == (1, 0, 1)
+
+
+async def test_a_request_that_finds_no_worker_is_refused_in_time() -> None:
+    workers = ScriptedWorkers([deltas_of(IDS)], is_healthy=False, gate=asyncio.Event())
+    relay = Relay(workers, max_replays=3, backoff_s=0, worker_wait_s=0.1, look_s=0.02)
+    with pytest.raises(WorkerLost, match=r"no worker for 0\.1 s"):
+        await run(relay)
+    assert (workers.num_open, len(workers.requests), relay.counters.lost) == (0, 1, 0)
+
+
+async def test_a_worker_that_comes_back_in_time_is_used() -> None:
+    workers = ScriptedWorkers([deltas_of(IDS)], is_healthy=False, gate=asyncio.Event())
+    relay = Relay(workers, max_replays=3, backoff_s=0, worker_wait_s=30, look_s=0.01)
+    task = asyncio.ensure_future(run(relay))
+    await asyncio.sleep(0.1)
+    workers.is_healthy = True
+    workers.gate.set()  # type: ignore[union-attr]
+    assert ids_of(await task) == IDS
+
+
+async def test_a_long_queue_is_no_missing_worker() -> None:
+    """Waiting behind others is what queues are for, however long."""
+    workers = ScriptedWorkers([deltas_of(IDS)], gate=asyncio.Event())
+    relay = Relay(workers, max_replays=3, backoff_s=0, worker_wait_s=0.02, look_s=0.01)
+    task = asyncio.ensure_future(run(relay))
+    await asyncio.sleep(0.2)
+    assert not task.done()
+    workers.gate.set()  # type: ignore[union-attr]
+    assert ids_of(await task) == IDS
+
+
+async def test_many_that_wait_ask_once() -> None:
+    """Each of hundreds of waiting requests broadcast to every worker."""
+    num_asked = 0
+
+    class Counting(ScriptedWorkers):
+        async def check_health(self) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            await asyncio.sleep(0.05)
+
+    watch = WorkerWatch(Counting([]), wait_s=1)
+    await asyncio.gather(*(watch.check() for _ in range(100)))
+    assert num_asked == 1
+
+
+async def test_counters_are_passed_on_and_failures_of_that_are_not_the_streams() -> None:
+    sent: list[dict[str, int]] = []
+
+    async def push(totals: dict[str, int]) -> None:
+        sent.append(totals)
+        if len(sent) == 1:
+            raise WorkerLost("the exporter is gone")
+
+    relay = Relay(ScriptedWorkers([]), 0)
+    reporter = Reporter(relay.counters, push, interval_s=0.01)
+    relay.on_count = reporter.changed
+    for _ in range(3):
+        for _ in range(50):
+            relay.count_timeout()
+        await asyncio.sleep(0.05)
+    assert [totals["timed_out"] for totals in sent] == [50, 100, 150]
