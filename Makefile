@@ -6,11 +6,13 @@ CONFIG ?= configs/demo.yaml
 ARGS   ?=
 # Processes that the tests are spread over.
 JOBS   ?= 2
+# How long `chaos` goes on.
+CHAOS  ?= full
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test lint type fmt demo-models clean help
+.PHONY: serve test chaos lint type fmt demo-models clean help
 
 help:  ## Print the targets.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -20,6 +22,9 @@ serve: $(VENV)/.app  ## Start the app (PORT=8000 CONFIG=configs/demo.yaml); Ctrl
 
 test: $(VENV)/.dev  ## Run the CPU test suite (ARGS="-k name").
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+chaos: $(VENV)/.dev  ## Kill, overload and drain a running server (CHAOS=short for a minute of it).
+	CHAOS=$(CHAOS) OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)
 
 lint: $(VENV)/.dev  ## Check style, imports between the planes, spelling.
 	$(BIN)/ruff check .
