@@ -39,6 +39,8 @@ from workers.errors import ConfigError
 DEMO_SCHEME = "demo:"
 DEMO_MODELS = Path(deploy.demo.__file__).parent / "models"
 MAX_PORT = 65535
+# Requests that an ingress holds beyond its limit, while it refuses them itself.
+INGRESS_SPARE = 1024
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 
@@ -209,6 +211,7 @@ class AppSettings(BaseModel):
         }
         return ServingConfig(
             model_id=self.model_id,
+            max_open_requests=self.ingress_open,
             path=target.path,
             revision=target.revision,
             images=ingress.images,
@@ -224,11 +227,19 @@ class AppSettings(BaseModel):
         return self.scheduler.max_running + self.scheduler.max_waiting
 
     @property
-    def ingress_ongoing(self) -> int:
-        """Open requests at an ingress: one stream is one, so all that the workers hold."""
+    def ingress_open(self) -> int:
+        """Requests that an ingress has open: one stream is one, so all that the workers hold."""
         if self.ingress.max_ongoing_requests is not None:
             return self.ingress.max_ongoing_requests
         return self.worker_ongoing * self.worker.num_replicas + self.worker.max_queued_requests
+
+    @property
+    def ingress_ongoing(self) -> int:
+        """Requests that Serve lets in: those, and what is refused with an answer of our own.
+
+        Health and metrics are among the latter. Beyond, Serve refuses in plain text.
+        """
+        return self.ingress_open + INGRESS_SPARE
 
 
 def _refuse_booleans(given: dict[str, Any], taken: object, section: str = "") -> None:

@@ -28,7 +28,7 @@ from serving.disconnect import ClientDisconnectedError, while_connected
 from serving.errors import HttpError, ModelNotFound, from_validation, to_http
 from serving.keepalive import Peekable, with_keep_alive
 from serving.logs import CLIENT_CLOSED_REQUEST, AccessLog
-from serving.middleware import BodyLimit, ErrorBoundary, RequestIds, cross_origin
+from serving.middleware import BodyLimit, ErrorBoundary, OpenLimit, RequestIds, cross_origin
 from serving.models import ModelList, ServedModel
 from serving.openapi import route_options
 from serving.page import Page
@@ -64,6 +64,8 @@ class Services:
     # Returns the metrics of all workers as Prometheus text.
     metrics: Callable[[], Awaitable[str]]
     max_body_bytes: int
+    # Requests with a body at once.
+    max_open: int = 1024
     # How long a stream may send nothing before a comment goes out; None = for ever. Also how long
     # its headers wait for the first token.
     keep_alive_s: float | None = 15.0
@@ -241,9 +243,10 @@ def _add_middleware(app: FastAPI, services: Services) -> None:
 
     Ids, which all logs need; the access log, which sees what is sent in the end; the browser's
     leave, which refusals must carry too and its preflight needs no key for; the boundary for
-    errors; the key, before any body is read; the limit of bodies.
+    errors; the key, before any body is read; the limits of open requests and of bodies.
     """
     app.add_middleware(BodyLimit, max_bytes=services.max_body_bytes)
+    app.add_middleware(OpenLimit, max_open=services.max_open)
     if services.api_keys:
         app.add_middleware(KeyCheck, keys=services.api_keys)
     app.add_middleware(ErrorBoundary)

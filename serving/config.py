@@ -30,6 +30,8 @@ class ServingConfig:
     revision: str | None = None
     # Images arrive as base64, which is a third larger than their bytes.
     max_body_bytes: int = 32 * 1024**2
+    # Requests at once, beyond which they are refused with 429.
+    max_open_requests: int = 1024
     # Workers a request may lose before it is given up.
     max_replays: int = 3
     # How long a request waits while there is no worker at all, such as one that lost its last.

@@ -45,6 +45,7 @@ class Ingress:
             relay=relay,
             metrics=self._render_metrics,
             max_body_bytes=config.max_body_bytes,
+            max_open=config.max_open_requests,
             keep_alive_s=config.keep_alive_s or None,
             max_request_s=config.max_request_s or None,
             # Here, so that keys are in no argument that Ray keeps.

@@ -1,8 +1,9 @@
 """What every HTTP request passes before and after its route.
 
-Owns request ids, the body limit, what browsers may send and the last resort for errors. Knows no
-routes. Invariant: every answer carries `x-request-id`, which the log lines of its request know; no
-more than the limit of a body is ever held, and no exception leaves the app.
+Owns request ids, the limits of bodies and of open requests, what browsers may send and the last
+resort for errors. Knows no routes. Invariant: every answer carries `x-request-id`, which the log
+lines of its request know; no more than the limit of a body is ever held, nor of more requests than
+may be open, and no exception leaves the app.
 
 Plain ASGI, since Starlette's decorator form runs the app in a second task and would come between
 a client's disconnect and the stream it has to cancel.
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.errors import BodyTooLarge, to_http
 from serving.logs import current_request_id
+from workers.errors import QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,31 @@ class ErrorBoundary:
                 response = JSONResponse(http.body(), http.status, http.headers())
                 with suppress(ClientDisconnect):
                     await response(scope, receive, watched_send)
+
+
+class OpenLimit:
+    """Refuses requests with a body beyond so many at once, before the body is read."""
+
+    def __init__(self, app: ASGIApp, max_open: int) -> None:
+        self._app = app
+        self._max_open = max_open
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._num_open >= self._max_open:
+            http = to_http(QueueFull(f"{self._num_open} requests are open; try again later"))
+            headers = {**http.headers(), "connection": "close"}  # its body is not read
+            await JSONResponse(http.body(), http.status, headers)(scope, receive, send)
+            return
+        self._num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_open -= 1
 
 
 class BodyLimit:

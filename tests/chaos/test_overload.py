@@ -82,5 +82,7 @@ async def test_e3_overload_is_refused_and_nothing_hangs(
     leaked = await asyncio.to_thread(leaked_blocks, server, 60)
     report.leaked_blocks += leaked
     assert leaked == 0
-    assert max(held) - min(held[: len(held) // 2]) < MAX_GROWTH_MIB, held
+    # The first half fills the queues.
+    half = held[len(held) // 2 :]
+    assert max(half) - half[0] < MAX_GROWTH_MIB, held
     assert (await client.get("/health")).status_code == 200

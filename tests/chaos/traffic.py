@@ -1,4 +1,4 @@
-"""Streams for the chaos suite: what is asked, what came, and whether it is what should have come."""
+"""Streams for the chaos suite: what is asked, what came, and whether it is as it should be."""
 
 from __future__ import annotations
 
@@ -157,8 +157,9 @@ async def ask(
         answer.status = response.status_code
         answer.headers = dict(response.headers)
         if response.status_code != 200:
-            await response.aread()
-            answer.error = response.json()["error"]
+            text = (await response.aread()).decode()
+            assert text.startswith('{"error"'), (response.status_code, text)
+            answer.error = json.loads(text)["error"]
             return answer
         async for line in response.aiter_lines():
             if line == "data: [DONE]":

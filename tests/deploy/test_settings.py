@@ -31,7 +31,8 @@ def test_what_is_left_out_is_left_to_the_dataclasses() -> None:
     """Defaults stand in one place: a changed default must reach a minimal file."""
     settings = parse()
     assert settings.engine_config() == EngineConfig("m", ModelConfig("org/model"))
-    assert settings.serving_config() == ServingConfig("m", "org/model")
+    serving = ServingConfig("m", "org/model", max_open_requests=settings.ingress_open)
+    assert settings.serving_config() == serving
 
 
 def test_every_value_arrives() -> None:
@@ -65,7 +66,8 @@ def test_every_value_arrives() -> None:
     assert (serving.worker_wait_s, serving.max_request_s) == (8, 9)
     assert (serving.log_level, serving.keep_alive_s) == ("DEBUG", 0)
     assert settings.worker_ongoing == 7
-    assert settings.ingress_ongoing == 5 * 7 + settings.worker.max_queued_requests
+    assert settings.ingress_open == 5 * 7 + settings.worker.max_queued_requests
+    assert serving.max_open_requests == settings.ingress_open < settings.ingress_ongoing
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_devices(device: str | None) -> None:
 def test_limits_of_one_are_kept() -> None:
     """Zero is refused, and what is given is never taken for what was left out."""
     settings = parse(worker={"max_ongoing_requests": 1}, ingress={"max_ongoing_requests": 1})
-    assert (settings.worker_ongoing, settings.ingress_ongoing) == (1, 1)
+    assert (settings.worker_ongoing, settings.ingress_open) == (1, 1)
     assert parse(worker={"num_cpus": 1, "num_gpus": "0.5"}).worker.num_gpus == 0.5
 
 

@@ -335,3 +335,23 @@ async def test_cancellation_closes_the_worker_stream(stream: bool) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
     assert (workers.num_open, workers.num_closed_early) == (0, 1)
+
+
+async def test_e4_requests_beyond_the_limit_are_refused_at_once() -> None:
+    """E4: streams were not counted, queued without end, and health was refused with them."""
+    gate = asyncio.Event()
+    workers = scripted(gate=gate)
+    async with client_of(workers, max_open=3) as client:
+        for _ in range(3):  # places are given back
+            gate.clear()
+            bodies = [{**BODY, "stream": number % 2 == 0} for number in range(3)]
+            jobs = [asyncio.ensure_future(client.post(CHAT, json=body)) for body in bodies]
+            while workers.num_open < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            refused = await client.post(CHAT, json=BODY)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert refused.headers["retry-after"] == "1"
+            assert (await client.get("/health")).status_code == 200
+            gate.set()
+            assert [(await job).status_code for job in jobs] == [200, 200, 200]
