@@ -112,6 +112,8 @@ class IngressSettings(ReplicaSettings):
 
     section: ClassVar[str] = "ingress"
 
+    # Behind a worker stands another one; a stream that outlasts its ingress is cut.
+    graceful_shutdown_timeout_s: float = 300.0
     # None = the default of `ServingConfig`.
     max_body_bytes: int | None = None
     max_replays: int | None = None

@@ -16,7 +16,7 @@ from tests.e2e.conftest import Server
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 NUM_STREAMS = 16
-ROUNDS = scaled(2, 8)
+ROUNDS = scaled(2, 6)
 
 
 async def _undisturbed(

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ with warnings.catch_warnings():
     from ray import serve
 
     from deploy.app import APP_NAME, compose
-from deploy.settings import parse_settings
+from deploy.settings import AppSettings, parse_settings
 
 MODEL_ID = "fake"
 
@@ -62,18 +63,28 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
     return time.monotonic() - started
 
 
-@pytest.fixture(scope="session")
-def ray_url(model_dir: Path) -> Iterator[str]:
-    """The application's URL, with two fake workers."""
-    settings = parse_settings(
+def app_settings(model_dir: Path, **worker: Any) -> AppSettings:
+    """Return the application's settings, with changes to its workers."""
+    replica = {"num_cpus": 0.1, "graceful_shutdown_timeout_s": 1}
+    return parse_settings(
         {
             "model_id": MODEL_ID,
             "target": {"path": str(model_dir)},
-            "worker": {"num_replicas": 2, "num_cpus": 0.1, "graceful_shutdown_timeout_s": 1},
-            "ingress": {"num_cpus": 0.1, "graceful_shutdown_timeout_s": 1, "health_timeout_s": 2},
+            "worker": {**replica, "num_replicas": 2, **worker},
+            "ingress": {
+                "num_cpus": 0.1,
+                "graceful_shutdown_timeout_s": 30,
+                "health_timeout_s": 2,
+            },
         },
         "test",
     )
+
+
+@pytest.fixture(scope="session")
+def ray_url(model_dir: Path) -> Iterator[str]:
+    """The application's URL, with two fake workers."""
+    settings = app_settings(model_dir)
     port = free_port()
     ray.init(
         address="local", num_cpus=2, object_store_memory=100 * 1024**2, include_dashboard=False,
