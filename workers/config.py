@@ -95,6 +95,9 @@ class SchedulerConfig:
     max_step_tokens: int = 2048
     # Prompt tokens of one sequence in one step: bounds how long a decode row waits.
     max_chunk_tokens: int = 512
+    # What a step should take at most while sequences decode: prompts are cut into smaller chunks
+    # for it. 0 = whatever it takes.
+    max_step_ms: float = 250.0
     max_running: int = 64
     max_waiting: int = 256
     # Prompt plus emitted tokens; None = the model's context. The KV pool may lower it further.
@@ -108,6 +111,8 @@ class SchedulerConfig:
             _at_least(f"scheduler.{key}", getattr(self, key), 1)
         # Decode rows are never left out of a step, so a step must hold one token of each.
         _at_least("scheduler.max_step_tokens", self.max_step_tokens, self.max_running)
+        if not 0 <= self.max_step_ms < float("inf"):
+            raise ConfigError("scheduler.max_step_ms", self.max_step_ms, "must be at least 0")
         if self.max_sequence_len is not None:
             _at_least("scheduler.max_sequence_len", self.max_sequence_len, 2)
 

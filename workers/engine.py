@@ -22,6 +22,7 @@ from workers.errors import GenerationFailed, InvalidRequest, RequestError
 from workers.kv.block_manager import BlockManager
 from workers.kv.state_slots import StateSlots
 from workers.models.runner import ModelRunner
+from workers.pacing import Pacer
 from workers.sampling.grammar import GrammarCompiler
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
@@ -84,6 +85,7 @@ class Engine:
         self._drafting = Drafting(
             drafter, self._breaker, config.speculation, num_ids, self.scheduler, self.blocks
         )
+        self._pacer = Pacer(config.scheduler.max_step_ms / 1000 or None)
         self._sequences: dict[str, Sequence] = {}
         self.recorder = StatsRecorder(config.speculation.num_draft_tokens)
 
@@ -155,7 +157,8 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step for every sequence that is scheduled."""
         result = StepResult()
-        batch = self.scheduler.schedule()
+        started_s = time.perf_counter()
+        batch = self.scheduler.schedule(self._pacer.num_tokens)
         stalled = self.scheduler.take_stalled()
         if stalled is not None:
             self._fail(stalled, "the scheduler made no progress with this request", result)
@@ -174,6 +177,8 @@ class Engine:
             if not item.seq.is_finished:
                 self.scheduler.publish(item.seq)
                 self._keep_state(item.seq)
+        if batch.has_decodes:
+            self._pacer.observe(time.perf_counter() - started_s, batch.num_prompt_tokens)
         return result
 
     def _keep_state(self, seq: Sequence) -> None:

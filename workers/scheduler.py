@@ -2,7 +2,8 @@
 
 Owns the queue, the running list and the policy: decode rows first, then prompt chunks under a
 token budget, then admission; preemption by recompute, youngest first. Knows no tensors, no
-drafter and no clock. Called by the engine, on its thread.
+drafter and no clock: how much of prompts fits into a step's time it is told. Called by the
+engine, on its thread.
 
 Invariants: every row that only needs one token is in every step (unless the pool itself is
 exhausted, when the oldest still is); what was accepted by `add` leaves through exactly one of
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from workers.config import SchedulerConfig
@@ -20,6 +22,13 @@ from workers.contracts import FinishReason
 from workers.errors import QueueFull, RequestTooLong
 from workers.kv.block_manager import BlockManager
 from workers.sequence import Sequence, SequenceStatus
+
+# Of the budget for prompts, one part in so many is for the oldest of them.
+OLDEST_SHARE = 4
+# A prompt is long when it has more than this part of a step's tokens.
+LONG_SHARE = 4
+# Short prompts that may overtake long ones at once.
+MAX_OVERTAKING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,13 @@ class Batch:
     """A step as decided on the CPU."""
 
     scheduled: tuple[ScheduledSequence, ...]
+    # Of prompts, or of what is computed again.
+    num_prompt_tokens: int = 0
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether some sequence has nothing to run but its last token."""
+        return sum(item.num_new_tokens for item in self.scheduled) > self.num_prompt_tokens
 
 
 class Scheduler:
@@ -100,16 +116,23 @@ class Scheduler:
             raise QueueFull(f"{len(self.waiting)} requests are waiting; try again later")
         self.waiting.append(seq)
 
-    def schedule(self) -> Batch:
-        """Decide the next step; blocks for it are allocated, drafts that do not fit dropped."""
+    def schedule(self, max_prompt_tokens: int | None = None) -> Batch:
+        """Decide the next step; blocks for it are allocated, drafts that do not fit dropped.
+
+        Args:
+            max_prompt_tokens: Of all prompts together, in a step where others decode.
+        """
         scheduled: dict[Sequence, ScheduledSequence] = {}
         num_preemptions = self.num_preemptions
         budget = self._schedule_decodes(scheduled)
-        budget = self._schedule_chunks(scheduled, budget)
+        if scheduled and max_prompt_tokens is not None:
+            budget = min(budget, max_prompt_tokens)
+        prompts = [seq for seq in self.running if seq.num_uncomputed > 1]
         if self.num_preemptions == num_preemptions:  # else the victim would come straight back
-            self._admit(scheduled, budget)
+            self._admit(prompts, budget)
+        num_prompt_tokens = self._schedule_prompts(prompts, budget, scheduled)
         self._num_stalled_passes = 0 if scheduled else self._num_stalled_passes + self.has_work
-        return Batch(tuple(scheduled.values()))
+        return Batch(tuple(scheduled.values()), num_prompt_tokens)
 
     def take_stalled(self) -> Sequence | None:
         """Return the head of the work, removed, after too many passes without progress."""
@@ -207,29 +230,55 @@ class Scheduler:
             budget -= 1 + num_drafts
         return budget
 
-    def _schedule_chunks(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> int:
-        for seq in [seq for seq in self.running if seq.num_uncomputed > 1]:
-            num_new = self._chunk_len(seq, budget)
-            if num_new == 0 or seq.status is not SequenceStatus.RUNNING:
-                continue
-            scheduled[seq] = ScheduledSequence(seq, num_new)
-            budget -= num_new
-        return budget
-
-    def _admit(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
+    def _admit(self, prompts: list[Sequence], budget: int) -> None:
+        """Let waiting sequences in, to the end of the prompts that this step works on."""
         while self.waiting and len(self.running) < self._config.max_running and budget > 0:
-            seq = self.waiting[0]
-            if not self._blocks.admit(seq):
-                return
-            self.waiting.popleft()
+            seq = self._next_waiting(prompts, budget)
+            if seq is None or not self._blocks.admit(seq):
+                break
+            self.waiting.remove(seq)
             self.running.append(seq)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = min(seq.num_computed_tokens, seq.prompt_len)
                 self.num_cached_tokens += seq.num_cached_tokens
             seq.status = SequenceStatus.RUNNING
-            num_new = self._chunk_len(seq, budget)
-            scheduled[seq] = ScheduledSequence(seq, num_new)
-            budget -= num_new
+            prompts.append(seq)
+
+    def _next_waiting(self, prompts: Seq[Sequence], budget: int) -> Sequence | None:
+        """Return who comes in next: the head while there is room in the step.
+
+        Beyond that, a long prompt leaves the door open for a few short ones, and short ones for
+        one that is long.
+        """
+        head = self.waiting[0]
+        if sum(self._chunk_len(seq, budget) for seq in prompts) < budget:
+            return head
+        num_long = sum(map(self._is_long, prompts))
+        if num_long == 0:
+            return head if self._is_long(head) else None
+        if len(prompts) - num_long >= MAX_OVERTAKING:
+            return None
+        return next((seq for seq in self.waiting if not self._is_long(seq)), None)
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return seq.num_tokens > self._config.max_step_tokens // LONG_SHARE
+
+    def _schedule_prompts(
+        self, prompts: Seq[Sequence], budget: int, scheduled: dict[Sequence, ScheduledSequence]
+    ) -> int:
+        """Share the budget among prompts: the shortest first, and a part for the oldest.
+
+        So a short one does not wait for a long one's end, nor a long one for all short ones.
+        """
+        left, kept = budget, max(budget // OLDEST_SHARE, 1)
+        for seq in sorted(prompts, key=lambda seq: seq.num_uncomputed):
+            if seq is prompts[0]:
+                kept = 0
+            num_new = self._chunk_len(seq, left - kept)
+            if num_new > 0:
+                scheduled[seq] = ScheduledSequence(seq, num_new)
+                left -= num_new
+        return budget - left
 
     def _chunk_len(self, seq: Sequence, budget: int) -> int:
         """Return how many known tokens the sequence runs; a chunk ends where a state is kept."""

@@ -18,7 +18,7 @@ def _commit_all(scheduler: Scheduler, batch: Batch, num_accepted: int = 0) -> No
         scheduler.commit(item, [5] * (accepted + 1) if item.samples else [])
 
 
-def test_decode_rows_are_in_every_step_while_a_long_prompt_is_prefilled() -> None:
+def test_d5_decode_rows_are_in_every_step_while_a_long_prompt_is_prefilled() -> None:
     """D5: prompts always won, and running streams got a step every 24 s."""
     scheduler = make_scheduler(max_step_tokens=32, max_chunk_tokens=24, max_running=4)
     scheduler.add(make_sequence(8, name="a"))
