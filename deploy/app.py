@@ -9,16 +9,18 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
 from deploy.metrics import MetricsExporter
-from deploy.settings import AppSettings, ReplicaSettings
+from deploy.settings import AppSettings, ReplicaSettings, WorkerSettings
 from serving.ingress import Ingress
 from workers.actor import Worker
 
 APP_NAME = "specserve"
 IMPORT_PATH = "deploy.app:build_app"
 WORKER, METRICS, INGRESS = "worker", "metrics", "ingress"
+PREFIX_ROUTER = "serving.prefix_router:PrefixRouter"
+ROUTING_STATS_PERIOD_S = 2.0
 # The exporter only answers scrapes.
 METRICS_CPUS = 0.05
 
@@ -36,6 +38,7 @@ def compose(settings: AppSettings, worker_class: type) -> Application:
         name=WORKER,
         max_ongoing_requests=settings.worker_ongoing,
         max_queued_requests=settings.worker.max_queued_requests,
+        request_router_config=_router(settings.worker),
         **_replica_options(settings.worker),
     ).bind(settings.engine_config())
     metrics = serve.deployment(
@@ -54,6 +57,17 @@ def compose(settings: AppSettings, worker_class: type) -> Application:
         logging_config={"enable_access_log": False},
         **_replica_options(settings.ingress),
     ).bind(settings.serving_config(), workers, metrics)
+
+
+def _router(worker: WorkerSettings) -> RequestRouterConfig:
+    """Return who picks a worker for each request."""
+    if worker.router == "power_of_two":
+        return RequestRouterConfig()
+    return RequestRouterConfig(
+        request_router_class=PREFIX_ROUTER,
+        request_router_kwargs={"prefix_weight": worker.prefix_weight},
+        request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
+    )
 
 
 def num_cpus_needed(settings: AppSettings) -> float:

@@ -39,6 +39,7 @@ from workers.errors import ConfigError
 DEMO_SCHEME = "demo:"
 DEMO_MODELS = Path(deploy.demo.__file__).parent / "models"
 MAX_PORT = 65535
+ROUTERS = ("prefix", "power_of_two")
 # Requests that an ingress holds beyond its limit, while it refuses them itself.
 INGRESS_SPARE = 1024
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
@@ -91,6 +92,11 @@ class WorkerSettings(ReplicaSettings):
 
     # Requests that may wait in one ingress process while all workers are full; then 429.
     max_queued_requests: int = 256
+    # Who picks a worker for a request: `prefix` = the one with least to do for it, its prefix cache
+    # considered; `power_of_two` = Serve's own, the shorter queue of two.
+    router: str = "prefix"
+    # How much a cached token counts against a token of work.
+    prefix_weight: float = 1.0
     # None = the engine's own default.
     num_threads: int | None = None
     stall_timeout_s: float | None = None
@@ -102,6 +108,10 @@ class WorkerSettings(ReplicaSettings):
         # Slots make a second class of this one, which `super()` without arguments does not know.
         ReplicaSettings.__post_init__(self)
         self._at_least(1, "max_queued_requests", "num_threads")
+        if self.router not in ROUTERS:
+            raise self._error("router", f"must be one of {', '.join(ROUTERS)}")
+        if not 0 <= self.prefix_weight <= 1000:
+            raise self._error("prefix_weight", "must be in [0, 1000]")
         if self.device is not None and not _DEVICE.fullmatch(self.device):
             raise self._error("device", "must be auto, cpu, cuda or cuda:N")
 

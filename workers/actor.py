@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from ray import serve
 
@@ -56,6 +57,10 @@ class Worker:
     async def report(self) -> WorkerReport:
         """Return facts and counters."""
         return WorkerReport(self._info, self._loop.stats)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return what routers may know of this worker; Serve asks every few seconds."""
+        return await self._loop.routing_stats()
 
     async def check_health(self) -> None:
         """Raise when the engine is dead or stuck; Serve then replaces the replica."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from workers.admission import Admission
 from workers.config import EngineConfig
@@ -32,6 +33,9 @@ from workers.stats import StatsRecorder
 from workers.target import Outcome, Target
 
 logger = logging.getLogger(__name__)
+
+# Blocks that are told of: 8 bytes each, to every ingress, every few seconds.
+MAX_PUBLISHED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,14 @@ class Engine:
             dtype=str(self._runner.adapter.dtype).removeprefix("torch."),
             state_bytes=0 if states is None else states.shape.state_bytes,
         )
+
+    def routing_stats(self) -> dict[str, Any]:
+        """Return what a router may know: the prefixes that are found here."""
+        return {
+            "block_size": self.blocks.block_size,
+            "lookahead": self.blocks.lookahead,
+            "prefixes": self.blocks.published(MAX_PUBLISHED),
+        }
 
     def stats(self) -> EngineStats:
         """Return counters and gauges as of now."""

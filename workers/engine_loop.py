@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from workers.contracts import EngineStats, GenerationRequest, TokenDelta
 from workers.engine import Engine, StepResult
@@ -93,6 +94,26 @@ class EngineLoop:
             if not over and self._end is None:
                 with contextlib.suppress(WorkerLost):  # it died meanwhile, and its blocks with it
                     self._post(partial(self._engine.abort, key))
+
+    async def routing_stats(self) -> dict[str, Any]:
+        """Return what a router may know, as of between two steps.
+
+        Raises:
+            WorkerLost: The engine died.
+        """
+        loop = asyncio.get_running_loop()
+        stats: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+        def resolve(known: dict[str, Any]) -> None:
+            if not stats.done():  # whoever asked may have given up
+                stats.set_result(known)
+
+        def answer() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(resolve, self._engine.routing_stats())
+
+        self._post(answer)
+        return await stats
 
     def check_health(self) -> None:
         """Return if the engine lives and gets on with what it has to do.

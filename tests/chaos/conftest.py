@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.conftest import ROOT, Server, running
 
 REPORT = ROOT / "out" / "chaos-report.json"
+CONFIG = Path(__file__).with_name("chaos.yaml")
 NUM_WORKERS = 2
 WORKER = "ServeReplica:specserve:worker"
 # `full` takes minutes, `short` is what CI runs.
@@ -69,7 +70,7 @@ def report() -> Iterator[Report]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, report: Report) -> Iterator[Server]:
-    with running("demo", tmp_path_factory.mktemp("chaos") / "log") as server:
+    with running(CONFIG, tmp_path_factory.mktemp("chaos") / "log") as server:
         yield server
         names = ("interrupted", "resumed", "lost")
         for name in names:

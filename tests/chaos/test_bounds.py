@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 NUM_IMAGES = scaled(200, 2000)
 SAMPLES = 8
 # Caches fill up and allocators grow at first; this is for what never stops growing.
-MAX_GROWTH_MIB = 60.0
+MAX_GROWTH_MIB = 40.0
 
 
 def _picture(number: int) -> str:

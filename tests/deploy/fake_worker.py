@@ -82,5 +82,8 @@ class FakeWorker:
         )
         return WorkerReport(await self.info(), stats)
 
+    async def record_routing_stats(self) -> dict[str, object]:
+        return {"block_size": 16, "lookahead": 0, "prefixes": b""}
+
     async def check_health(self) -> None:
         return

@@ -60,10 +60,10 @@ def _reads(path: Path, text: str) -> bool:
         return False
 
 
-def start(log: Path, mark: str, config: str) -> subprocess.Popen[bytes]:
+def start(log: Path, mark: str, config: Path) -> subprocess.Popen[bytes]:
     name, _, value = mark.partition("=")
     command = [sys.executable, "-m", "deploy", "serve", "--port", "0"]
-    command += ["--config", str(ROOT / "configs" / f"{config}.yaml")]
+    command += ["--config", str(config)]
     environment = os.environ | {name: value}
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -81,11 +81,12 @@ def wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 @contextmanager
-def running(config: str, log: Path) -> Iterator[Server]:
-    """Serve one of `configs/`, and see that it stops cleanly."""
+def running(config: str | Path, log: Path) -> Iterator[Server]:
+    """Serve one of `configs/`, or a file, and see that it stops cleanly."""
+    file = config if isinstance(config, Path) else ROOT / "configs" / f"{config}.yaml"
     mark = f"SPECSERVE_TEST={uuid.uuid4().hex}"
     started = time.monotonic()
-    process = start(log, mark, config)
+    process = start(log, mark, file)
     try:
         url = wait_ready(process, log)
         seconds = time.monotonic() - started

@@ -13,13 +13,12 @@ written by one sequence only; only full blocks of finalised tokens are hashed, n
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
-from workers.contracts import MediaInput, VideoInput
 from workers.kv.state_slots import StateSlots
+from workers.prefix import SHORT_BYTES, block_name
 from workers.sequence import Sequence
 
 
@@ -48,7 +47,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.states = states
-        self._lookahead = lookahead
+        self.lookahead = lookahead
         self._prefix_caching = prefix_caching
         self._ref_counts = [0] * num_blocks
         # Free blocks, next to be reused first; hashed ones keep their content until then.
@@ -157,6 +156,11 @@ class BlockManager:
             return None
         return self.states.checkpoint(sequence.block_hashes[num_blocks - 1])
 
+    def published(self, max_blocks: int) -> bytes:
+        """Return the short names of the blocks that were offered last, one after the other."""
+        latest = islice(reversed(self._block_of), max_blocks)
+        return b"".join(name[:SHORT_BYTES] for name in latest)
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the books balance for exactly these live sequences."""
         sequences = list(sequences)
@@ -220,20 +224,8 @@ class BlockManager:
         hashes = sequence.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
-            end = start + self.block_size + self._lookahead
-            digest = hashlib.sha256(hashes[-1] if hashes else b"")
-            digest.update(array("q", sequence.token_ids[start:end]).tobytes())
-            for item in sequence.request.media:
-                if item.start < end and item.end > start:
-                    digest.update(_media_key(item))
-            hashes.append(digest.digest())
+            end = start + self.block_size + self.lookahead
+            previous = hashes[-1] if hashes else b""
+            media = sequence.request.media
+            hashes.append(block_name(previous, sequence.token_ids, media, start, end))
         return hashes[index]
-
-
-def _media_key(item: MediaInput) -> bytes:
-    """All that the K/V of an item's placeholders depends on: which they are, pixels, positions."""
-    starts = [start for start, _ in item.runs]
-    key = array("q", [len(starts), *starts, *item.grid_thw]).tobytes() + item.content_hash
-    if isinstance(item, VideoInput):
-        key += array("d", [item.seconds_per_grid]).tobytes()
-    return key

@@ -1,0 +1,80 @@
+"""Serve's handles route by prefix and work: on Ray, with fake workers that hold what they ran."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.app import ROUTING_STATS_PERIOD_S
+from tests.deploy.conftest import MODEL_ID, wait_until
+from tests.deploy.test_app import CHAT, values
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+
+def _conversation(salt: str, num_turns: int) -> dict[str, Any]:
+    """Return a body whose prompt begins as that of the turn before."""
+    words = "the quick brown fox jumps over the lazy dog "
+    turns = [{"role": "user", "content": f"{salt} {number} " + words * 3} for number in range(4)]
+    turns += [{"role": "user", "content": f"more {number}"} for number in range(num_turns)]
+    return {"model": MODEL_ID, "messages": turns, "max_tokens": 4}
+
+
+def _where(url: str, body: dict[str, Any]) -> str:
+    """Return the worker that one request went to."""
+    before = values(url, "requests_admitted_total")
+    assert httpx.post(url + CHAT, json=body, timeout=30).status_code == 200
+    after = values(url, "requests_admitted_total")
+    (worker,) = [name for name in after if after[name] > before.get(name, 0)]
+    return worker
+
+
+@pytest.fixture(scope="module")
+def known_url(ray_url: str) -> str:
+    """The application, once its ingress knows how the workers name blocks."""
+    wait_until(lambda: len(values(ray_url, "requests_running")) == 2, 60)
+    # A conversation sticks by chance once in 32.
+    salts = iter(range(1000))
+
+    def sticks() -> bool:
+        salt = str(next(salts))
+        return len({_where(ray_url, _conversation(salt, n)) for n in range(6)}) == 1
+
+    wait_until(sticks, 10 * ROUTING_STATS_PERIOD_S)
+    return ray_url
+
+
+def test_a_conversation_stays_with_its_prefix(known_url: str) -> None:
+    """Every turn went to a worker at random, which computed the whole conversation again."""
+    for salt in ("a", "b", "c"):
+        assert len({_where(known_url, _conversation(salt, turn)) for turn in range(8)}) == 1
+
+
+def test_conversations_are_spread(known_url: str) -> None:
+    """Without a known prefix both workers are used."""
+    used = Counter(_where(known_url, _conversation(f"new {n}", 0)) for n in range(16))
+    assert len(used) == 2
+
+
+def test_a_busy_worker_shares_its_prefix(known_url: str) -> None:
+    """One prompt that all ask for was computed by one worker while the other had nothing to do."""
+    body = _conversation("hot", 0) | {"max_tokens": 100}
+    with ThreadPoolExecutor(24) as pool:
+        jobs = [pool.submit(httpx.post, known_url + CHAT, json=body, timeout=60) for _ in range(24)]
+        wait_until(lambda: sum(values(known_url, "requests_running").values()) == 24)
+        running = values(known_url, "requests_running")
+        assert all(job.result().status_code == 200 for job in jobs)
+    assert min(running.values()) >= 4, running
+
+
+def test_a_conversation_outlives_its_worker(known_url: str) -> None:
+    worker = _where(known_url, _conversation("moved", 0))
+    os.kill(int(worker), signal.SIGKILL)
+    assert _where(known_url, _conversation("moved", 1)) != worker
+    wait_until(lambda: len(values(known_url, "requests_running")) == 2, 60)
