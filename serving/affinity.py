@@ -27,7 +27,7 @@ MAX_BLOCKS = 512
 # Blocks whose last worker is remembered.
 MAX_REMEMBERED = 65_536
 # What an answer is expected to cost, in tokens of prompts.
-ANSWER_TOKENS = 256
+ANSWER_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,8 @@ class Engine:
             if not item.seq.is_finished:
                 self.scheduler.publish(item.seq)
                 self._keep_state(item.seq)
-        if batch.has_decodes:
-            self._pacer.observe(time.perf_counter() - started_s, batch.num_prompt_tokens)
+        seconds = time.perf_counter() - started_s
+        self._pacer.observe(seconds, batch.num_prompt_tokens, has_decodes=batch.has_decodes)
         return result
 
     def _keep_state(self, seq: Sequence) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 # A step's overhead is paid for each chunk: smaller ones would cost more than they spare.
 MIN_TOKENS = 32
-# How much the latest step counts.
-WEIGHT = 0.2
+# How much the latest step counts: one that took longer than thought more than one that did not,
+# since a token costs more the further on in its prompt it is.
+UP, DOWN = 0.7, 0.1
 
 
 class Pacer:
@@ -30,13 +31,16 @@ class Pacer:
         self._base_s: float | None = None
         self._token_s: float | None = None
 
-    def observe(self, seconds: float, num_prompt_tokens: int) -> None:
-        """Learn from a step that had decoding rows.
+    def observe(self, seconds: float, num_prompt_tokens: int, *, has_decodes: bool = True) -> None:
+        """Learn from a step.
 
         Args:
             seconds: What it took, drafting included.
             num_prompt_tokens: Tokens of prompts in it.
+            has_decodes: Whether others decoded in it. One without is better than no experience.
         """
+        if not has_decodes and self._token_s is not None:
+            return
         if num_prompt_tokens == 0:
             self._base_s = _mean(self._base_s, seconds)
         else:
@@ -55,4 +59,6 @@ class Pacer:
 
 
 def _mean(known: float | None, value: float) -> float:
-    return value if known is None else known + WEIGHT * (value - known)
+    if known is None:
+        return value
+    return known + (UP if value > known else DOWN) * (value - known)

@@ -43,6 +43,18 @@ def test_d5_steps_keep_to_their_time_after_the_first() -> None:
     assert max(slower[25:]) <= 0.1 * 1.01
 
 
+def test_the_first_long_prompt_is_paced_by_what_came_before() -> None:
+    """Without experience the first one took a step for as long as it liked."""
+    pacer = Pacer(0.1)
+    pacer.observe(_cost(100), 100, has_decodes=False)
+    first = pacer.num_tokens
+    assert first is not None
+    assert first < 200
+    pacer.observe(_cost(0), 0)
+    pacer.observe(_cost(4000), 4000, has_decodes=False)  # such a step says nothing any more
+    assert pacer.num_tokens == int((0.1 - BASE_S) / (_cost(100) / 100))
+
+
 def test_it_never_stops_a_prompt() -> None:
     pacer = Pacer(0.001)
     _run(pacer, 5)
