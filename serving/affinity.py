@@ -15,7 +15,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from workers.contracts import GenerationRequest
 from workers.prefix import SHORT_BYTES, short_names
@@ -42,6 +42,16 @@ class Load:
         return max(self.num_tokens - num_cached, 0) + ANSWER_TOKENS
 
 
+class _Report(NamedTuple):
+    """What a worker published, and the same as names."""
+
+    report: bytes
+    names: frozenset[bytes]
+
+
+_NOTHING = _Report(b"", frozenset())
+
+
 class Affinity(Generic[Worker]):
     """What one process knows of the workers."""
 
@@ -56,7 +66,7 @@ class Affinity(Generic[Worker]):
         self._rng = rng or random.Random()
         # As the workers' caches are made; None until one said so.
         self._layout: tuple[int, int] | None = None
-        self._published: dict[Worker, frozenset[bytes]] = {}
+        self._published: dict[Worker, _Report] = {}
         # Block -> where the last request with it went: the freshest news, and only ours.
         self._remembered: OrderedDict[bytes, Worker] = OrderedDict()
         # Of requests that run: name -> its worker and its cost.
@@ -72,11 +82,16 @@ class Affinity(Generic[Worker]):
 
     def update(self, stats: Mapping[Worker, Mapping[str, Any]]) -> None:
         """Take what the workers that there are have published, and forget the others."""
-        self._published = {}
+        before, self._published = self._published, {}
         for worker, published in stats.items():
-            if published:  # nothing before its first report
-                self._layout = (published["block_size"], published["lookahead"])
-                self._published[worker] = _split(published["prefixes"])
+            if not published:  # nothing before its first report
+                continue
+            self._layout = (published["block_size"], published["lookahead"])
+            report, known = published["prefixes"], before.get(worker)
+            # This runs for each request, and a report is the same for seconds.
+            if known is None or known.report != report:
+                known = _Report(report, _split(report))
+            self._published[worker] = known
         for worker in [worker for worker in self._outstanding if worker not in stats]:
             del self._outstanding[worker]
         gone = {name for name, (worker, _) in self._running.items() if worker not in stats}
@@ -85,7 +100,7 @@ class Affinity(Generic[Worker]):
 
     def num_cached(self, worker: Worker, load: Load) -> int:
         """Return the leading tokens of a request that a worker is thought to know."""
-        published = self._published.get(worker, frozenset())
+        published = self._published.get(worker, _NOTHING).names
         count = 0
         for name in load.names:
             if name not in published and self._remembered.get(name) != worker:

@@ -268,7 +268,7 @@ def chat_scope(spec_version: str = "2.3") -> dict[str, Any]:
 @pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_sent", [0, 1, 3])
-async def test_a_send_to_nobody_is_no_failure(
+async def test_e13_a_send_to_nobody_is_no_failure(
     stream: bool, num_sent: int, spec_version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """E13: each client that goes in the middle would leave a traceback in the log."""

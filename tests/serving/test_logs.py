@@ -175,7 +175,7 @@ async def test_no_access_log(recorder: Recorder) -> None:
         (False, "cancel", "2.3"),
     ],
 )
-async def test_a_client_that_went_is_a_499(
+async def test_e13_a_client_that_went_is_a_499(
     recorder: Recorder, stream: bool, end: str, spec_version: str
 ) -> None:
     """E13: neither a success nor a failure of the server's; each server says it in another way."""

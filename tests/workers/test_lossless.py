@@ -193,13 +193,16 @@ def test_a22_unrelated_drafts(
 
 
 @pytest.mark.parametrize("num_blocks", [6, 9, 14])
-def test_b30_forced_preemption(
+def test_b30_d13_forced_preemption(
     checkpoints: Checkpoints,
     noisy_draft: Callable[[str], str],
     plain: Callable[[str], dict[str, list[int]]],
     num_blocks: int,
 ) -> None:
-    """B30: stale drafts after preemption; a tiny pool preempts all the time."""
+    """B30: stale drafts after preemption; a tiny pool preempts all the time.
+
+    D13: the draft's K/V has the target's block ids, so it cannot be short of any.
+    """
     path = checkpoints("qwen2_5_vl")
     engine = make_engine(
         path,

@@ -65,3 +65,55 @@ def test_a23_an_image_request_ends_at_the_context_limit(
         assert outcome.reasons["r"] is FinishReason.LENGTH
         assert len(request.prompt_ids) + len(outcome.token_ids["r"]) == 40
         assert outcome.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2000])
+def test_d3_d4_pictures_larger_than_their_cache(checkpoints: Checkpoints, cache_bytes: int) -> None:
+    """D3, D4: one picture over the budget, or many that waited, and nobody got on any more.
+
+    Here the cache is for reuse alone: what does not fit is computed again for each chunk.
+    """
+    path = checkpoints("qwen2_5_vl")
+    requests = [
+        _request("qwen2_5_vl", str(n), [3, (4, 4 + n % 3), 2], temperature=n % 2) for n in range(8)
+    ]
+    expected = run(make_engine(path), requests).token_ids
+    options = {"image_cache_bytes": cache_bytes, "max_chunk_tokens": 5, "max_running": 4}
+    engine = make_engine(path, path, num_draft_tokens=3, **options)
+    outcome = run(engine, requests)
+    assert outcome.failures == {}
+    assert outcome.token_ids == expected
+    assert engine.stats().spec_failures == {}
+
+
+@pytest.mark.parametrize("method", [{}, {"method": "ngram", "ngram_min": 1}])
+def test_two_poisoned_requests_fail_alone(checkpoints: Checkpoints, method: dict[str, Any]) -> None:
+    """Among sixteen, in their prompts and in mid-answer: the others' answers are exact."""
+    path = checkpoints("qwen2_5_vl")
+    requests = [
+        _request("qwen2_5_vl", f"r{n}", [6 + n] if n % 2 else [2, (2, 3), n], temperature=n % 3 / 2)
+        for n in range(16)
+    ]
+    expected = run(make_engine(path), requests).token_ids
+    engine = make_engine(path, max_chunk_tokens=8, **method)
+    forward = engine._runner.forward
+    # One never gets through its prompt, the other fails after five tokens.
+    poison = {"r3": 0, "r10": 5}
+
+    def poisoned(batch: Any, *args: Any) -> Any:
+        tables = set(batch.attention.block_table[:, 0].tolist())
+        for seq in engine.scheduler.running:
+            limit = poison.get(seq.request_id)
+            if limit is not None and seq.num_emitted >= limit and seq.block_table[0] in tables:
+                raise RuntimeError("poison")
+        return forward(batch, *args)
+
+    engine._runner.forward = poisoned  # type: ignore[method-assign]
+    outcome = run(engine, requests)
+    assert set(outcome.failures) == set(poison)
+    assert outcome.token_ids["r10"] == expected["r10"][:5]
+    for name in poison:
+        expected.pop(name)
+        outcome.token_ids.pop(name, None)
+    assert outcome.token_ids == expected
+    assert engine.blocks.num_free == engine.blocks.num_blocks

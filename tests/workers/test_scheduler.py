@@ -171,7 +171,7 @@ def test_d2_a_head_without_progress_is_failed() -> None:
     num_drafts=st.integers(0, 6),
     accepted=st.lists(st.integers(0, 6), min_size=1, max_size=8),
 )
-def test_every_request_ends_with_its_tokens_and_no_block_is_lost(
+def test_d7_d9_every_request_ends_and_no_block_is_lost(
     lengths: list[int], num_blocks: int, chunk: int, num_drafts: int, accepted: list[int]
 ) -> None:
     """D7, D9: one request filling the pool under speculation, leaks on odd paths."""

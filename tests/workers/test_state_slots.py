@@ -71,7 +71,7 @@ def test_no_step_runs_past_the_place_of_a_checkpoint() -> None:
             assert start // INTERVAL == (end - 1) // INTERVAL
 
 
-def test_a_prefix_is_reused_up_to_its_last_checkpoint() -> None:
+def test_d12_a_prefix_is_reused_up_to_its_last_checkpoint() -> None:
     scheduler, _ = _parts()
     ids = list(range(60))
     scheduler.add(_sequence("a", ids))
