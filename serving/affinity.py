@@ -70,7 +70,7 @@ class Affinity(Generic[Worker]):
         # Block -> where the last request with it went: the freshest news, and only ours.
         self._remembered: OrderedDict[bytes, Worker] = OrderedDict()
         # Of requests that run: name -> its worker and its cost.
-        self._running: dict[str, tuple[Worker, int]] = {}
+        self._running: dict[Hashable, tuple[Worker, int]] = {}
         self._outstanding: Counter[Worker] = Counter()
 
     def load_of(self, request: GenerationRequest) -> Load:
@@ -118,7 +118,7 @@ class Affinity(Generic[Worker]):
         """Whether any of the workers is thought to know a part of the request."""
         return any(self.num_cached(worker, load) for worker in workers)
 
-    def started(self, name: str, worker: Worker, load: Load) -> None:
+    def started(self, name: Hashable, worker: Worker, load: Load) -> None:
         """Take note of where a request went."""
         cost = load.cost(self.num_cached(worker, load))
         self._running[name] = (worker, cost)
@@ -129,7 +129,7 @@ class Affinity(Generic[Worker]):
         while len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 
-    def ended(self, name: str) -> None:
+    def ended(self, name: Hashable) -> None:
         """Take note that a request is over; one that is not known changes nothing."""
         worker, cost = self._running.pop(name, (None, 0))
         if worker is not None and worker in self._outstanding:

@@ -78,3 +78,11 @@ def test_a_conversation_outlives_its_worker(known_url: str) -> None:
     os.kill(int(worker), signal.SIGKILL)
     assert _where(known_url, _conversation("moved", 1)) != worker
     wait_until(lambda: len(values(known_url, "requests_running")) == 2, 60)
+
+
+def test_the_choices_of_one_request_are_routed_each(known_url: str) -> None:
+    """Serve's id is the same for all of them: all but one waited for a worker for ever."""
+    for turn in range(3):
+        body = _conversation("several", turn) | {"n": 16, "max_tokens": 20}
+        answer = httpx.post(known_url + CHAT, json=body, timeout=30).json()
+        assert [choice["index"] for choice in answer["choices"]] == list(range(16))
