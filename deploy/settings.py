@@ -96,7 +96,7 @@ class WorkerSettings(ReplicaSettings):
     # considered; `power_of_two` = Serve's own, the shorter queue of two.
     router: str = "prefix"
     # How much a cached token counts against a token of work.
-    prefix_weight: float = 1.0
+    prefix_weight: float = 0.5
     # None = the engine's own default.
     num_threads: int | None = None
     stall_timeout_s: float | None = None
