@@ -5,9 +5,9 @@ The faults are put in from outside; the code under test knows nothing of them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from workers.models.runner import StepOutput
 from workers.spec.drafter import DraftTask, Proposal
 
 FAMILY, HYBRID = "qwen2_5_vl", "qwen3_5"
-BREAKER = BreakerConfig(max_failures=3, window=10, open_s=3600, max_open_s=3600, slow_s=0.05)
+BREAKER = BreakerConfig(max_failures=3, window=10, open_s=3600, max_open_s=3600)
 METHODS = ("draft_model", "nextn", "ngram")
 Heal = Callable[[], None]
 
@@ -33,9 +33,21 @@ def _raise(*_: Any) -> Any:
     raise RuntimeError("a made-up one")
 
 
+class _Clock:
+    """The drafting's clock: only what is slow on purpose takes time."""
+
+    now_s = 0.0
+
+
 def _slow(value: Any) -> Any:
-    time.sleep(0.06)
+    _Clock.now_s += 2 * BREAKER.slow_s
     return value
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=lambda: _Clock.now_s)
+    monkeypatch.setattr("workers.drafting.time", clock)
 
 
 LOGITS: dict[str, Callable[[Any], Any]] = {
