@@ -11,20 +11,20 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.chaos.conftest import Report
+from tests.chaos.conftest import CONFIG, Report
 from tests.chaos.traffic import CASES, Answer, ask
 from tests.e2e.conftest import Server, running
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
-# As long as fits into the demo's grace of five seconds on a busy machine.
+# They end within the grace also on a busy machine.
 NUM_TOKENS = 120
 
 
 @pytest.fixture
 def leaving(tmp_path: Path) -> Iterator[Server]:
     """A server of its own: it does not outlive the test."""
-    with running("demo", tmp_path / "log") as server:
+    with running(CONFIG, tmp_path / "log") as server:
         yield server
 
 
