@@ -17,6 +17,9 @@ from workers.engine import Engine
 FAMILY = "qwen2_5_vl"
 # What the issue of exactness allows in float32.
 TOLERANCE = 1e-4
+# Linear attention adds up along the prompt: with wide weights, the library itself is 3e-4 from its
+# own float64 after 70 tokens, on some processors.
+CHANGES = {"qwen3_5": {"initializer_range": 0.08}}
 
 
 def _deltas(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[str, list[TokenDelta]]:
@@ -127,7 +130,7 @@ def _prompt_logprobs(deltas: list[TokenDelta]) -> tuple[TokenLogprob | None, ...
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3_5"])
 def test_b11_prompt_logprobs_are_the_librarys(checkpoints: Checkpoints, family: str) -> None:
-    path = checkpoints(family)
+    path = checkpoints(family, **CHANGES.get(family, {}))
     engine = make_engine(path, max_chunk_tokens=16)
     for seed, length in enumerate([1, 2, 15, 16, 17, 70]):
         parts = [length, (2, 3), 4] if family in tiny.VISION_FAMILIES else [length]
@@ -149,7 +152,7 @@ def test_b11_prompt_logprobs_with_speculation_are_those_without(
 ) -> None:
     """B11: eight concurrent prompts over one chunk, max_tokens 1: far off for some."""
     family = "qwen3_5" if method == "nextn" else FAMILY
-    path = checkpoints(family)
+    path = checkpoints(family, **CHANGES.get(family, {}))
     requests = []
     for seed in range(8):
         ids, images = tiny.prompt(seed, [20 + 17 * seed])
