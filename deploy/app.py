@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
-from deploy.metrics import MetricsExporter
+from deploy.metrics.exporter import MetricsExporter
 from deploy.settings import AppSettings, ReplicaSettings, WorkerSettings
 from serving.ingress import Ingress
 from workers.actor import Worker
@@ -21,8 +21,9 @@ IMPORT_PATH = "deploy.app:build_app"
 WORKER, METRICS, INGRESS = "worker", "metrics", "ingress"
 PREFIX_ROUTER = "serving.prefix_router:PrefixRouter"
 ROUTING_STATS_PERIOD_S = 2.0
-# The exporter only answers scrapes.
+# The exporter takes a report a second from each process, and answers scrapes.
 METRICS_CPUS = 0.05
+MAX_REPORTS = 1000
 
 
 def build_app(args: AppSettings) -> Application:
@@ -32,7 +33,13 @@ def build_app(args: AppSettings) -> Application:
 
 def compose(settings: AppSettings, worker_class: type) -> Application:
     """Build the application around a worker class: the real one, or a test's."""
-    # The metrics exporter's broadcasts come on top of the requests.
+    metrics = serve.deployment(
+        MetricsExporter,
+        name=METRICS,
+        num_replicas=1,
+        max_ongoing_requests=MAX_REPORTS,
+        ray_actor_options={"num_cpus": METRICS_CPUS},
+    ).bind(APP_NAME, settings.observability)
     workers = serve.deployment(
         worker_class,
         name=WORKER,
@@ -40,13 +47,7 @@ def compose(settings: AppSettings, worker_class: type) -> Application:
         max_queued_requests=settings.worker.max_queued_requests,
         request_router_config=_router(settings.worker),
         **_replica_options(settings.worker),
-    ).bind(settings.engine_config())
-    metrics = serve.deployment(
-        MetricsExporter,
-        name=METRICS,
-        num_replicas=1,
-        ray_actor_options={"num_cpus": METRICS_CPUS},
-    ).bind(workers)
+    ).bind(settings.engine_config(), metrics)
     return serve.deployment(
         Ingress,
         name=INGRESS,

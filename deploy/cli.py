@@ -138,6 +138,7 @@ def check_config(config: ConfigArgument) -> None:
             "serving": asdict(settings.serving_config()),
             "worker": asdict(settings.worker),
             "ingress": asdict(settings.ingress),
+            "observability": asdict(settings.observability),
             "http": asdict(settings.http),
         }
         typer.echo(yaml.safe_dump(resolved, sort_keys=False).rstrip())

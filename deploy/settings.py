@@ -35,6 +35,7 @@ from workers.config import (
     SpeculationConfig,
 )
 from workers.errors import ConfigError
+from workers.telemetry.config import TelemetryConfig
 
 DEMO_SCHEME = "demo:"
 DEMO_MODELS = Path(deploy.demo.__file__).parent / "models"
@@ -134,7 +135,6 @@ class IngressSettings(ReplicaSettings):
     api_key_env: str | None = None
     cors_origins: tuple[str, ...] | None = None
     access_log: bool | None = None
-    log_level: str | None = None
     keep_alive_s: float | None = None
     images: ImageLimits = field(default_factory=ImageLimits)
     fetch: FetchLimits = field(default_factory=FetchLimits)
@@ -168,6 +168,7 @@ class AppSettings(BaseModel):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     ingress: IngressSettings = Field(default_factory=IngressSettings)
+    observability: TelemetryConfig = Field(default_factory=TelemetryConfig)
     http: HttpSettings = Field(default_factory=HttpSettings)
 
     @model_validator(mode="wrap")
@@ -201,6 +202,7 @@ class AppSettings(BaseModel):
             cache=self.cache,
             scheduler=self.scheduler,
             speculation=speculation,
+            telemetry=self.observability,
             **_given(machine),
         )
 
@@ -218,7 +220,6 @@ class AppSettings(BaseModel):
             "api_key_env": ingress.api_key_env,
             "cors_origins": ingress.cors_origins,
             "access_log": ingress.access_log,
-            "log_level": ingress.log_level,
             "keep_alive_s": ingress.keep_alive_s,
         }
         return ServingConfig(
@@ -228,6 +229,7 @@ class AppSettings(BaseModel):
             revision=target.revision,
             images=ingress.images,
             fetch=ingress.fetch,
+            telemetry=self.observability,
             **_given(limits),
         )
 

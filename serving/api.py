@@ -7,7 +7,6 @@ real HTTP status.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -23,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from serving.answers import AnswerFormat
 from serving.auth import ApiKeys, KeyCheck
 from serving.choices import fan_out, merge
+from serving.counters import IngressCounters
 from serving.deadline import Deadline
 from serving.disconnect import ClientDisconnectedError, while_connected
 from serving.errors import HttpError, ModelNotFound, from_validation, to_http
@@ -45,9 +45,18 @@ from serving.schema_tools import (
 from serving.streaming import EventStream, collect, events
 from serving.textstream import TextDelta, TextRequest, stream_text
 from serving.tokenization import Tokenization
+from serving.tracing import TraceRequests
+from serving.version import installed_version
 from workers.contracts import WorkerClient
 from workers.errors import SpecserveError
+from workers.telemetry.tracing import Tracing
 
+# Paths and methods that are counted apart.
+COUNTED = (
+    ("/", "GET"), ("/v1/chat/completions", "POST"), ("/v1/completions", "POST"),
+    ("/v1/models", "GET"), ("/v1/models/{model_id:path}", "GET"), ("/tokenize", "POST"),
+    ("/detokenize", "POST"), ("/version", "GET"), ("/health", "GET"), ("/metrics", "GET"),
+)  # fmt: skip
 # Prometheus' text format.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -75,6 +84,8 @@ class Services:
     # Whose pages may ask from a browser.
     cors_origins: tuple[str, ...] = ()
     has_access_log: bool = True
+    counters: IngressCounters = field(default_factory=lambda: IngressCounters(COUNTED))
+    tracing: Tracing = field(default_factory=Tracing)
     # False where a proxy in front adds `x-request-id` to answers itself.
     echoes_request_id: bool = True
 
@@ -135,11 +146,7 @@ class Routes:
 
     async def version(self) -> Response:
         """Say what runs here."""
-        try:
-            number = importlib.metadata.version("specserve")
-        except importlib.metadata.PackageNotFoundError:  # a copied tree that was never installed
-            number = "unknown"
-        return JSONResponse({"version": number})
+        return JSONResponse({"version": installed_version()})
 
     async def health(self) -> Response:
         """Say whether a worker can generate; 503 when none can."""
@@ -181,7 +188,7 @@ class Routes:
             returns_ids=bool(body.return_token_ids),
             reports_speculation=body.reports_speculation,
         )
-        merged = merge([self._generate(choice) for choice in choices])
+        merged = merge([self._generate(choice, deadline) for choice in choices])
         deltas = Peekable(deadline.bound(merged))
         if not body.stream:
             return JSONResponse(await while_connected(http.receive, collect(answer, deltas)))
@@ -199,11 +206,16 @@ class Routes:
         """Return when the request is given up: as it asks, and at the server's own limit."""
         limits = (body.timeout, self._services.max_request_s)
         seconds = min((limit for limit in limits if limit is not None), default=math.inf)
-        return Deadline.after(seconds, self._services.relay.count_timeout)
+        return Deadline.after(seconds, self._services.counters.timed_out)
 
-    def _generate(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+    def _generate(
+        self, request: TextRequest, deadline: Deadline
+    ) -> AsyncGenerator[TextDelta, None]:
         deltas = self._services.relay.run(request.generation)
-        return stream_text(request, self._services.prompts.tokenizer, deltas)
+        text = stream_text(request, self._services.prompts.tokenizer, deltas)
+        return self._services.counters.timed(
+            text, request.generation.modality, deadline.began_s, lambda: deadline.is_over
+        )
 
 
 # The whole API on one page: path, method, handler.
@@ -241,9 +253,9 @@ def build_api(services: Services) -> FastAPI:
 def _add_middleware(app: FastAPI, services: Services) -> None:
     """Put around the routes what every request passes; last added runs first.
 
-    Ids, which all logs need; the access log, which sees what is sent in the end; the browser's
-    leave, which refusals must carry too and its preflight needs no key for; the boundary for
-    errors; the key, before any body is read; the limits of open requests and of bodies.
+    Ids, which all logs need; spans; counters and access log, which see what is sent in the end; the
+    browser's leave, which refusals must carry too and its preflight needs no key for; the boundary
+    for errors; the key, before any body is read; the limits of open requests and of bodies.
     """
     app.add_middleware(BodyLimit, max_bytes=services.max_body_bytes)
     app.add_middleware(OpenLimit, max_open=services.max_open)
@@ -252,8 +264,11 @@ def _add_middleware(app: FastAPI, services: Services) -> None:
     app.add_middleware(ErrorBoundary)
     if services.cors_origins:
         app.add_middleware(CORSMiddleware, **cross_origin(services.cors_origins))
-    if services.has_access_log:
-        app.add_middleware(AccessLog)
+    written = services.has_access_log
+    app.add_middleware(AccessLog, counters=services.counters, is_written=written)
+    if services.tracing.is_on:
+        paths = frozenset(path for path, _ in COUNTED)
+        app.add_middleware(TraceRequests, tracing=services.tracing, paths=paths)
     app.add_middleware(RequestIds, is_echoed=services.echoes_request_id)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from serving.fetch import FetchLimits
 from serving.images import ImageLimits
 from workers.errors import ConfigError
+from workers.telemetry.config import TelemetryConfig
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s,]+")
 
 
@@ -48,11 +48,11 @@ class ServingConfig:
     cors_origins: tuple[str, ...] = ()
     # A line for each request.
     access_log: bool = True
-    log_level: str = "INFO"
     # How long a stream may be silent before a comment keeps its connection open; 0 = for ever.
     keep_alive_s: float = 15.0
     images: ImageLimits = field(default_factory=ImageLimits)
     fetch: FetchLimits = field(default_factory=FetchLimits)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -78,8 +78,5 @@ class ServingConfig:
             if not _ORIGIN.fullmatch(origin):
                 accepted = "must be scheme://host[:port] without a path, null, or *"
                 raise ConfigError("ingress.cors_origins", origin, accepted)
-        if self.log_level not in LOG_LEVELS:
-            accepted = f"must be one of {', '.join(LOG_LEVELS)}"
-            raise ConfigError("ingress.log_level", self.log_level, accepted)
         if not 0 <= self.keep_alive_s < math.inf:
             raise ConfigError("ingress.keep_alive_s", self.keep_alive_s, "must be at least 0")

@@ -27,7 +27,8 @@ class Deadline:
 
     # Given to it; infinite = it never is.
     seconds: float
-    # On the monotonic clock.
+    # When the request came, and when it is given up, on the clock of `time.perf_counter`.
+    began_s: float
     at_s: float
     # Called once per wait that it ended.
     on_exceeded: Callable[[], None]
@@ -35,7 +36,13 @@ class Deadline:
     @classmethod
     def after(cls, seconds: float, on_exceeded: Callable[[], None]) -> Deadline:
         """Return the one that many seconds from now."""
-        return cls(seconds, time.monotonic() + seconds, on_exceeded)
+        now_s = time.perf_counter()
+        return cls(seconds, now_s, now_s + seconds, on_exceeded)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time left."""
+        return self._left_s() == 0
 
     async def wait_for(self, work: Awaitable[T]) -> T:
         """Return the result of `work`, which is cancelled when the time is over.
@@ -70,7 +77,7 @@ class Deadline:
                 yield await anext(items)
 
     def _left_s(self) -> float:
-        return max(self.at_s - time.monotonic(), 0.0)
+        return max(self.at_s - time.perf_counter(), 0.0)
 
     def _exceeded(self) -> DeadlineExceeded:
         self.on_exceeded()

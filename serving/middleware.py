@@ -24,8 +24,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.errors import BodyTooLarge, to_http
-from serving.logs import current_request_id
 from workers.errors import QueueFull
+from workers.telemetry.logs import current_request_id
 
 logger = logging.getLogger(__name__)
 

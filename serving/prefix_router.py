@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 from serving.affinity import Affinity, Load
+from serving.counters import ROUTED
 from workers.contracts import GenerationRequest
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is no
         """Take note of where a request went."""
         super().on_request_routed(pending_request, replica_id, result)
         sending = self._forget(id(pending_request))
+        ROUTED["queue" if sending is None else "prefix"] += 1
         load = self._load(pending_request) if sending is None else sending.load
         if load is not None:
             name = next(self._names)

@@ -8,12 +8,15 @@ counted against the same limits, in their order in the body.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from serving.calling import tool_use
+from serving.counters import IngressCounters
 from serving.fetch import FetchLimits, ImageFetcher
 from serving.images import ImageLimits, is_data_url, load_image
 from serving.messages import ImagePart, Message, VideoPart
@@ -69,6 +72,7 @@ class PromptBuilder:
     videos: VideoSupport | None = None
     # Fetches nothing unless it was made to.
     fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(FetchLimits(), 0))
+    counters: IngressCounters = field(default_factory=IngressCounters)
 
     @property
     def takes_images(self) -> bool:
@@ -96,11 +100,13 @@ class PromptBuilder:
         media = LoadedMedia()
         found = self._find_media(body.messages)
         if found:
+            start_s = time.perf_counter()
             loop = asyncio.get_running_loop()
             fetched = await self._fetch(found)
             media = await loop.run_in_executor(
                 self.image_executor, self._load_media, found, fetched
             )
+            self.counters.images_loaded(_sources(found), time.perf_counter() - start_s)
         return await asyncio.to_thread(self._chat, body, request_id, media, add_generation_prompt)
 
     async def completions(self, body: CompletionBody, request_id: str) -> tuple[TextRequest, ...]:
@@ -255,3 +261,12 @@ class PromptBuilder:
             )
         text = placeholder_text(support.layout, self.tokenizer.video_pad, stamps)
         return PlacedVideo(video, self.tokenizer.encode_control(text))
+
+
+def _sources(found: Sequence[FoundImage | FoundVideo]) -> Counter[str]:
+    """Count images and frames by where they come from."""
+    sources: Counter[str] = Counter()
+    for item in found:
+        urls = (item.url,) if isinstance(item, FoundImage) else item.frames
+        sources.update("data" if is_data_url(url) else "url" for url in urls)
+    return sources

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-from serving.counters import StreamCounters
+from serving.counters import IngressCounters
 from serving.errors import StreamLost
 from serving.keepalive import Peekable
 from workers.contracts import FinishReason, GenerationRequest, TokenDelta, WorkerClient
@@ -120,6 +120,7 @@ class Relay:
         *,
         worker_wait_s: float = 30.0,
         look_s: float = LOOK_S,
+        counters: IngressCounters | None = None,
     ) -> None:
         """Prepare; nothing is asked before a request runs.
 
@@ -129,24 +130,14 @@ class Relay:
             backoff_s: Unit of the waits between replays.
             worker_wait_s: How long a request waits while there is no worker at all.
             look_s: How often a request that waits for its first token looks whether there is.
+            counters: Where losses and replays are counted; None = its own.
         """
         self._workers = workers
         self._max_replays = max_replays
         self._backoff_s = backoff_s
         self._look_s = look_s
         self._watch = WorkerWatch(workers, worker_wait_s)
-        self.counters = StreamCounters()
-        # Called on the event loop when a counter has changed.
-        self.on_count: Callable[[], None] = lambda: None
-
-    def count_timeout(self) -> None:
-        """Count a request that ran out of time."""
-        self._count(timed_out=1)
-
-    def _count(self, **changes: int) -> None:
-        for name, number in changes.items():
-            setattr(self.counters, name, getattr(self.counters, name) + number)
-        self.on_count()
+        self.counters = IngressCounters() if counters is None else counters
 
     async def run(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream the request's deltas to its terminal one; closing this aborts the request.
@@ -157,9 +148,10 @@ class Relay:
         """
         emitted: list[int] = list(request.emitted_ids)
         totals = _Totals()
+        lost_s = 0.0
         for attempt in range(self._max_replays + 1):
             if attempt:
-                self._count(replayed_tokens=len(emitted))
+                self.counters.replayed(len(emitted))
                 await asyncio.sleep(self._backoff_s * (2 ** (attempt - 1) - 1))
             resumed = totals.without_scores(request.resume_after(emitted))
             is_first = True
@@ -170,7 +162,7 @@ class Relay:
                         fresh = totals.add(self._fresh(delta, len(emitted)))
                         emitted.extend(fresh.token_ids)
                         if attempt and is_first:
-                            self._count(resumed=1)
+                            self.counters.resumed(time.perf_counter() - lost_s)
                         is_first = False
                         yield fresh
                         if fresh.finish_reason is not None:
@@ -184,12 +176,13 @@ class Relay:
                 if isinstance(error, QueueFull) and attempt == 0:
                     raise  # nothing was lost: the client may try again itself
                 totals.end_worker()
-                self._count(interrupted=1)
+                lost_s = time.perf_counter()
+                self.counters.interrupted()
                 logger.warning(
                     "request %s lost its worker after %d tokens (attempt %d): %s",
                     request.request_id, len(emitted), attempt + 1, error,
                 )  # fmt: skip
-        self._count(lost=1)
+        self.counters.lost()
         raise StreamLost(f"interrupted {attempt + 1} times; no worker finished it")
 
     async def _wait_for_first(self, stream: Peekable[TokenDelta]) -> None:

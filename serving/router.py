@@ -26,7 +26,7 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle
 
-from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo, WorkerReport
+from workers.contracts import GenerationRequest, TokenDelta, WorkerInfo
 from workers.errors import QueueFull, WorkerLost
 
 # The worker, its process or its node is gone or out of reach; or the replica cancelled the
@@ -82,8 +82,8 @@ class RayWorkerClient:
 
     async def info(self) -> WorkerInfo:
         """Ask all workers what they serve."""
-        answers = await self._ask("report")
-        infos = [answer.info for answer in answers if isinstance(answer, WorkerReport)]
+        answers = await self._ask("info")
+        infos = [answer for answer in answers if isinstance(answer, WorkerInfo)]
         if not infos:
             raise WorkerLost("no worker said what it serves")
         return min(infos, key=lambda info: info.max_sequence_len)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from workers.errors import ConfigError
+from workers.telemetry.config import TelemetryConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METHODS = ("none", "draft_model", "ngram", "nextn")
@@ -193,6 +194,7 @@ class EngineConfig:
     num_threads: int | None = None
     # A step that takes longer is stuck, and the worker ends itself, to be replaced.
     stall_timeout_s: float = 20.0
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         """Check the ranges."""

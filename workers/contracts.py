@@ -1,18 +1,20 @@
 """The values that cross the line between the text plane and the engine plane.
 
 Owns what a request is (`GenerationRequest`), what a worker answers (`TokenDelta`), what it
-says of itself (`WorkerInfo`, `EngineStats`). Knows no tensors, no HTTP and no Ray: only the
-standard library, so both planes can import it. Invariant: every value is immutable, can be
-pickled, and a request carries all that its continuation on another worker needs: the seed is
-always set and `emitted_ids` are the tokens the client already has.
+says of itself (`WorkerInfo`), and what any process has counted (`Report`). Knows no tensors, no
+HTTP and no Ray: only the standard library, so both planes can import it. Invariant: every value is
+immutable, can be pickled, and a request carries all that its continuation on another worker needs:
+the seed is always set and `emitted_ids` are the tokens the client already has.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from workers.telemetry.meter import Snapshot
 
 if TYPE_CHECKING:
     import numpy as np
@@ -180,6 +182,8 @@ class GenerationRequest:
     # Tokens already delivered to the client by an earlier worker, in order.
     emitted_ids: tuple[int, ...] = ()
     videos: tuple[VideoInput, ...] = ()
+    # The span that the worker's are under (W3C trace context); empty = it is not traced.
+    traceparent: str = ""
 
     @property
     def media(self) -> tuple[MediaInput, ...]:
@@ -187,6 +191,11 @@ class GenerationRequest:
         if not self.videos:
             return self.images
         return tuple(sorted((*self.images, *self.videos), key=lambda item: item.start))
+
+    @property
+    def modality(self) -> str:
+        """What its prompt holds, for statistics: text alone, or images or videos too."""
+        return "image" if self.images or self.videos else "text"
 
     def resume_after(self, emitted_ids: list[int]) -> GenerationRequest:
         """Return the request that continues after `emitted_ids` (all emitted so far)."""
@@ -261,56 +270,27 @@ class WorkerInfo:
     state_bytes: int = 0
 
 
-@pickled_by_name
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the worker started, and gauges of this moment. Data, not metrics."""
+class Role(StrEnum):
+    """What a process is."""
 
-    # Requests: admitted == sum(finished.values()) + num_running + num_waiting.
-    admitted: int = 0
-    # finish reason, or "error" -> requests
-    finished: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
-    num_running: int = 0
-    num_waiting: int = 0
-    preemptions: int = 0
-    # Tokens.
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    # Speculation: a draft round is one sequence in one verify step with at least one draft.
-    # generated == accepted + sampled_rows - trimmed: each sampled row of a sequence emits its
-    # accepted drafts and one more token, less what a stop in mid-block cut off.
-    target_steps: int = 0
-    sampled_rows: int = 0
-    trimmed_tokens: int = 0
-    draft_rounds: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    # [i] = rounds in which draft i (from 0) was accepted
-    accepted_per_position: tuple[int, ...] = ()
-    # "stage:reason" -> failures that cost a step its drafts
-    spec_failures: dict[str, int] = field(default_factory=dict)
-    # Whether steps draft: closed, open or half_open; empty without a drafter.
-    breaker_state: str = ""
-    # Times that drafting was left off.
-    breaker_opened: int = 0
-    target_failures: int = 0
-    # Seconds.
-    target_time_s: float = 0.0
-    draft_time_s: float = 0.0
-    # Blocks.
-    num_blocks: int = 0
-    num_free_blocks: int = 0
+    WORKER = "worker"
+    INGRESS = "ingress"
 
 
 @pickled_by_name
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """A worker's facts and counters, taken together so that they cannot be mixed up."""
+class Report:
+    """What a process has counted, for the exporter."""
 
-    info: WorkerInfo
-    stats: EngineStats
+    role: Role
+    model_id: str
+    # Of the process: a replacement has another one.
+    source: str
+    # Grows with every report of the process: an overtaken one is known by it.
+    number: int
+    snapshot: Snapshot
+    # The process ends itself, and is not missed.
+    is_last: bool = False
 
 
 class WorkerClient(Protocol):

@@ -85,6 +85,11 @@ class Drafting:
         self._scheduler = scheduler
         self._blocks = blocks
 
+    def limit(self) -> int:
+        """Return how many drafts a sequence may carry as of now."""
+        is_off = self.drafter is None or self._breaker.state is BreakerState.OPEN
+        return 0 if is_off else self._config.num_draft_tokens
+
     def follow(self, outcomes: Seq[Outcome], recorder: StatsRecorder) -> None:
         """Draft for the next step; whatever goes wrong costs that step its drafts."""
         if self.drafter is None:
@@ -94,8 +99,10 @@ class Drafting:
         live = [outcome for outcome in outcomes if not outcome.item.seq.is_finished]
         is_open = self._breaker.state is BreakerState.OPEN
         for outcome in live:
-            if is_open or outcome.item.seq.num_draft_failures >= MAX_FAILURES:
-                outcome.item.seq.num_fallbacks += outcome.item.samples and _wants(outcome.item.seq)
+            seq = outcome.item.seq
+            is_left_out = is_open or seq.num_draft_failures >= MAX_FAILURES
+            if is_left_out and outcome.item.samples and _wants(seq):
+                recorder.fell_back(seq)
         if is_open:
             return
         live = [outcome for outcome in live if outcome.item.seq.may_draft]
@@ -134,16 +141,12 @@ class Drafting:
                 if not is_right:
                     recorder.spec_failed(DraftStage.PROPOSE, "id_out_of_range")
                     verdict.failed.append(task.seq)
+            for stage, seconds in proposal.seconds.items():
+                recorder.draft_step(seconds, stage)
         except Exception as error:  # the named boundary of draft failures
             if is_device_lost(error):
                 raise
-            logger.warning("drafting failed, the next step decodes plainly: %r", error)
-            recorder.spec_failed(DraftStage.PROPOSE, type(error).__name__)
-            for task in tasks:
-                task.seq.drop_drafts()
-                task.seq.num_fallbacks += task.num_drafts > 0
-            lone = [task.seq for task in tasks] if len(tasks) == 1 else []
-            return _Verdict(failed=lone, is_unnamed=True)
+            return _without_drafts(tasks, error, recorder)
         for failure in proposal.failures:
             logger.warning("drafting failed in %s: %s", failure.stage, failure.reason)
             recorder.spec_failed(failure.stage, failure.reason)
@@ -157,7 +160,8 @@ class Drafting:
         drafted = [task.seq for task in tasks if task.seq.draft_ids]
         verdict.went_well = [seq for seq in drafted if seq not in verdict.failed]
         for task in tasks if proposal.failures else ():
-            task.seq.num_fallbacks += task.num_drafts > 0 and not task.seq.draft_ids
+            if task.num_drafts > 0 and not task.seq.draft_ids:
+                recorder.fell_back(task.seq)
         return verdict
 
     def _distrust(self, seq: Sequence) -> None:
@@ -202,3 +206,15 @@ def _verified(outcomes: Seq[Outcome]) -> _Verdict:
         elif outcome.item.num_draft_tokens:
             verdict.went_well.append(outcome.item.seq)
     return verdict
+
+
+def _without_drafts(tasks: Seq[DraftTask], error: Exception, recorder: StatsRecorder) -> _Verdict:
+    """Let all go on without drafts, since the drafter raised."""
+    logger.warning("drafting failed, the next step decodes plainly: %r", error)
+    recorder.spec_failed(DraftStage.PROPOSE, type(error).__name__)
+    for task in tasks:
+        task.seq.drop_drafts()
+        if task.num_drafts > 0:
+            recorder.fell_back(task.seq)
+    lone = [task.seq for task in tasks] if len(tasks) == 1 else []
+    return _Verdict(failed=lone, is_unnamed=True)

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from workers.admission import Admission
 from workers.config import EngineConfig
-from workers.contracts import EngineStats, FinishReason, GenerationRequest, TokenDelta, WorkerInfo
+from workers.contracts import FinishReason, GenerationRequest, TokenDelta, WorkerInfo
+from workers.costs import StepCosts
 from workers.drafting import Drafting
 from workers.errors import GenerationFailed, InvalidRequest, RequestError
+from workers.gauges import Drafts, Gauges
 from workers.kv.block_manager import BlockManager
 from workers.kv.state_slots import StateSlots
 from workers.models.runner import ModelRunner
@@ -29,7 +32,7 @@ from workers.scheduler import Scheduler
 from workers.sequence import Sequence
 from workers.spec.breaker import Breaker
 from workers.spec.drafter import Drafter, DraftStage
-from workers.stats import StatsRecorder
+from workers.stats import EngineStats, StatsRecorder
 from workers.target import Outcome, Target
 
 logger = logging.getLogger(__name__)
@@ -91,7 +94,9 @@ class Engine:
         )
         self._pacer = Pacer(config.scheduler.max_step_ms / 1000 or None)
         self._sequences: dict[str, Sequence] = {}
-        self.recorder = StatsRecorder(config.speculation.num_draft_tokens)
+        self.recorder = self._new_recorder(None)
+        # Told of every sequence that ended, and how; None = it failed.
+        self.on_end: Callable[[Sequence, FinishReason | None], None] = lambda *_: None
 
     @property
     def has_work(self) -> bool:
@@ -127,12 +132,21 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return counters and gauges as of now."""
-        breaker = None if self._drafting.drafter is None else self._breaker
-        return self.recorder.snapshot(self.scheduler, self.blocks, breaker)
+        self._gauges.read(self.recorder.meter)
+        return EngineStats(self.recorder.meter.snapshot())
 
     def forget_statistics(self) -> None:
-        """Count from zero again (after a warm-up)."""
-        self.recorder = StatsRecorder(self.config.speculation.num_draft_tokens)
+        """Count from zero again (after a warm-up); what steps cost stays known."""
+        self.recorder = self._new_recorder(self.recorder.costs)
+
+    def _new_recorder(self, costs: StepCosts | None) -> StatsRecorder:
+        drafter = self._drafting.drafter
+        self._gauges = Gauges(
+            self.scheduler, self.blocks, self._runner.image_cache, self._runner.device,
+            None if drafter is None else Drafts(drafter.name, self._breaker, self._drafting.limit),
+        )  # fmt: skip
+        num_positions = self.config.speculation.num_draft_tokens
+        return StatsRecorder("none" if drafter is None else drafter.name, num_positions, costs)
 
     def prepare(self, request: GenerationRequest) -> None:
         """Do what may take long for a request, on any thread, so that `add` need not.
@@ -164,7 +178,7 @@ class Engine:
         seq = self._sequences.pop(request_id, None)
         if seq is not None:
             self.scheduler.finish(seq, FinishReason.ABORT)
-            self.recorder.finished(FinishReason.ABORT)
+            self._ended(seq, FinishReason.ABORT)
 
     def step(self) -> StepResult:
         """Run one step for every sequence that is scheduled."""
@@ -177,11 +191,14 @@ class Engine:
         if not batch.scheduled:
             return result
         start = time.perf_counter()
-        outcomes = self._target.run(batch.scheduled)
+        for item in batch.scheduled:
+            if item.seq.times.started_s is None:
+                item.seq.times.started_s = start
+        outcomes = self._target.run(batch.scheduled, self.recorder.bisected)
         if self.blocks.states is not None:
             for item in batch.scheduled:
                 self.blocks.states.written(item.seq)
-        self.recorder.target_step(time.perf_counter() - start)
+        self.recorder.target_step(batch, time.perf_counter() - start)
         for outcome in outcomes:
             self._settle(outcome, result)
         self._drafting.follow(outcomes, self.recorder)
@@ -190,6 +207,7 @@ class Engine:
                 self.scheduler.publish(item.seq)
                 self._keep_state(item.seq)
         seconds = time.perf_counter() - started_s
+        self.recorder.step(batch, seconds, sum(len(d.token_ids) for d in result.deltas))
         self._pacer.observe(seconds, batch.num_prompt_tokens, has_decodes=batch.has_decodes)
         return result
 
@@ -217,8 +235,12 @@ class Engine:
         appended = self.scheduler.commit(item, outcome.token_ids)
         if not appended:
             return
+        seq.times.last_token_s = time.perf_counter()
+        if seq.times.first_token_s is None:
+            seq.times.first_token_s = seq.times.last_token_s
         seq.num_steps += 1
-        seq.num_fallbacks += outcome.draft_failure is not None
+        if outcome.draft_failure is not None:
+            self.recorder.fell_back(seq)
         self.recorder.committed(item, len(outcome.token_ids) - 1, len(appended))
         result.deltas.append(
             TokenDelta(
@@ -237,11 +259,15 @@ class Engine:
         )
         if seq.finish_reason is not None:
             del self._sequences[seq.request_id]
-            self.recorder.finished(seq.finish_reason)
+            self._ended(seq, seq.finish_reason)
 
     def _fail(self, seq: Sequence, message: str, result: StepResult) -> None:
         logger.warning("request %s: %s", seq.request_id, message)
         self.scheduler.remove(seq)
         self._sequences.pop(seq.request_id, None)
-        self.recorder.finished("error")
+        self._ended(seq, None)
         result.failures[seq.request_id] = GenerationFailed(message)
+
+    def _ended(self, seq: Sequence, reason: FinishReason | None) -> None:
+        self.recorder.finished(seq, reason)
+        self.on_end(seq, reason)

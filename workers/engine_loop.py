@@ -20,13 +20,18 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from workers.contracts import EngineStats, GenerationRequest, TokenDelta
+from workers.contracts import GenerationRequest, TokenDelta
 from workers.engine import Engine, StepResult
 from workers.errors import RequestError, SpecserveError, WorkerLost
+from workers.stats import EngineStats
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# How long a step may take before its counters are told as they were.
+STATS_TIMEOUT_S = 1.0
 
 _Event = TokenDelta | SpecserveError
 
@@ -54,18 +59,13 @@ class EngineLoop:
         self._stopping = False
         # Why nothing is accepted any more; None while the thread runs.
         self._end: str | None = None
-        # Written by the thread, read anywhere.
+        # As of the last time that somebody asked.
         self._stats = engine.stats()
         # Since when the thread works on one step or on its mailbox, on the monotonic clock; None
         # while there is nothing to do.
         self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def stats(self) -> EngineStats:
-        """The engine's counters after its latest step or command."""
-        return self._stats
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         """Stream a request; closing the iterator early aborts it.
@@ -101,19 +101,36 @@ class EngineLoop:
         Raises:
             WorkerLost: The engine died.
         """
-        loop = asyncio.get_running_loop()
-        stats: asyncio.Future[dict[str, Any]] = loop.create_future()
+        return await self._ask(self._engine.routing_stats)
 
-        def resolve(known: dict[str, Any]) -> None:
-            if not stats.done():  # whoever asked may have given up
-                stats.set_result(known)
+    async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> EngineStats:
+        """Return the engine's counters, as of between two steps.
+
+        Those that it last told, where it is stuck or dead: they are not lost with it.
+        """
+        with contextlib.suppress(WorkerLost, TimeoutError):
+            self._stats = await asyncio.wait_for(self._ask(self._engine.stats), timeout_s)
+        return self._stats
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """Return what a function says on the engine's thread.
+
+        Raises:
+            WorkerLost: The engine died.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def resolve(answer: T) -> None:
+            if not future.done():  # whoever asked may have given up
+                future.set_result(answer)
 
         def answer() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(resolve, self._engine.routing_stats())
+                loop.call_soon_threadsafe(resolve, question())
 
         self._post(answer)
-        return await stats
+        return await future
 
     def check_health(self) -> None:
         """Return if the engine lives and gets on with what it has to do.
@@ -147,7 +164,6 @@ class EngineLoop:
             while self._wait_for_work():
                 self._busy_since_s = time.monotonic()
                 result = self._engine.step()
-                self._stats = self._engine.stats()
                 if result.deltas or result.failures:
                     self._call(partial(self._deliver, result))
         except Exception as error:
@@ -175,8 +191,6 @@ class EngineLoop:
                     return False
             for command in commands:
                 command()
-            if commands:
-                self._stats = self._engine.stats()
             if self._engine.has_work:
                 return True
 

@@ -175,6 +175,8 @@ def count_blocks(
 def _warm_up(engine: Engine, adapter: ModelAdapter) -> None:
     """Run prompt, decode and verification, with an image where the model takes one, and forget it.
 
+    Once with drafts and once without, so that what a plain step costs is known from the start.
+
     Raises:
         ModelLoadError: The target failed, or the drafter did.
     """
@@ -182,11 +184,15 @@ def _warm_up(engine: Engine, adapter: ModelAdapter) -> None:
     prompt_ids = (0, adapter.image_token_id, 0) if adapter.takes_images else (0, 0, 0)
     room = engine.scheduler.max_sequence_len - len(prompt_ids)
     sampling = SamplingParams(seed=0, temperature=0.0, max_tokens=min(8, room), ignore_eos=True)
-    engine.add(GenerationRequest("warm-up", prompt_ids, sampling, images))
-    while engine.has_work:
-        failures = engine.step().failures
-        if failures:
-            raise ModelLoadError(f"the warm-up request failed: {failures['warm-up']}")
+    for max_drafts in (None, 0):
+        request = GenerationRequest(
+            "warm-up", prompt_ids, replace(sampling, max_draft_tokens=max_drafts), images
+        )
+        engine.add(request)
+        while engine.has_work:
+            failures = engine.step().failures
+            if failures:
+                raise ModelLoadError(f"the warm-up request failed: {failures['warm-up']}")
     spec_failures = engine.stats().spec_failures
     if spec_failures:
         raise ModelLoadError(f"drafting failed in the warm-up: {', '.join(spec_failures)}")

@@ -56,9 +56,19 @@ class Batch:
     num_prompt_tokens: int = 0
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that it runs, drafts included."""
+        return sum(item.num_new_tokens for item in self.scheduled)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that it verifies."""
+        return sum(item.num_draft_tokens for item in self.scheduled)
+
+    @property
     def has_decodes(self) -> bool:
         """Whether some sequence has nothing to run but its last token."""
-        return sum(item.num_new_tokens for item in self.scheduled) > self.num_prompt_tokens
+        return self.num_tokens > self.num_prompt_tokens
 
 
 class Scheduler:
@@ -73,7 +83,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        # Prompt tokens found in the prefix cache, over all first admissions.
+        # Prompt tokens looked up and found in the prefix cache, over all first admissions.
+        self.num_queried_tokens = 0
         self.num_cached_tokens = 0
         self._num_stalled_passes = 0
         # Tokens between kept states of a model with linear attention; 0 = none are kept.
@@ -241,6 +252,7 @@ class Scheduler:
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = min(seq.num_computed_tokens, seq.prompt_len)
                 self.num_cached_tokens += seq.num_cached_tokens
+                self.num_queried_tokens += seq.prompt_len
             seq.status = SequenceStatus.RUNNING
             prompts.append(seq)
 

@@ -15,6 +15,7 @@ Invariant: K/V of the target is valid on `[0, num_computed_tokens)` and
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -32,6 +33,17 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Times:
+    """When a sequence got on, on the clock of `time.perf_counter`."""
+
+    added_s: float
+    # None = not yet.
+    started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -82,6 +94,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     # Times that drafting failed because of this sequence alone.
     num_draft_failures: int = 0
+    times: Times = field(default_factory=lambda: Times(time.perf_counter()))
 
     def __post_init__(self) -> None:
         """Start from the prompt and what an earlier worker already emitted."""
@@ -97,6 +110,11 @@ class Sequence:
     def request_id(self) -> str:
         """The client's handle for abort and delivery."""
         return self.request.request_id
+
+    @property
+    def modality(self) -> str:
+        """What its prompt holds."""
+        return self.request.modality
 
     @property
     def prompt_len(self) -> int:

@@ -8,6 +8,7 @@ drafts are given up before a request is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -64,11 +65,17 @@ class Target:
         self._keep_hidden = keep_hidden
         self._sampler = Sampler(runner.adapter.vocab_size, num_ids, runner.device)
 
-    def run(self, items: Seq[ScheduledSequence]) -> list[Outcome]:
+    def run(
+        self, items: Seq[ScheduledSequence], on_bisect: Callable[[], None] = lambda: None
+    ) -> list[Outcome]:
         """Run a step; when it fails, run its halves, down to the one request to blame.
 
         Running a part again is safe: K/V of the step's slots is simply written again, and
         recurrent state is written only here, after everything else went well.
+
+        Args:
+            items: What is scheduled.
+            on_bisect: Called each time that a part is cut in halves.
 
         Raises:
             Exception: The device is lost; nothing can be said of any request.
@@ -79,8 +86,9 @@ class Target:
             if is_device_lost(error):
                 raise
             if len(items) > 1:
+                on_bisect()
                 half = len(items) // 2
-                return self.run(items[:half]) + self.run(items[half:])
+                return self.run(items[:half], on_bisect) + self.run(items[half:], on_bisect)
             return [self._run_without_drafts(items[0], type(error).__name__)]
         # Outside the boundary: half a commit could not be run again.
         if linear is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import ROOT, Server, running
+from tests.e2e.conftest import ROOT, SETTLED_S, Server, running
 
 REPORT = ROOT / "out" / "chaos-report.json"
 CONFIG = Path(__file__).with_name("chaos.yaml")
@@ -86,26 +86,17 @@ async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def kill_worker(server: Server, place: int, report: Report) -> None:
-    """Kill one worker's process as the system would, without a word."""
-    pids = sorted(server.pids(WORKER))
+def kill_worker(server: Server, place: int, report: Report) -> float:
+    """Kill one worker's process as the system would, without a word; return when."""
+    pids, killed_s = sorted(server.pids(WORKER)), time.time()
     os.kill(pids[place % len(pids)], signal.SIGKILL)
     report.fault("kill -9 of a worker")
-
-
-def wait_workers(server: Server, num_workers: int = NUM_WORKERS, timeout_s: float = 120) -> None:
-    """Wait until so many workers answer."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        text = httpx.get(f"{server.url}/metrics", timeout=20).text
-        if text.count("specserve_worker_info{") >= num_workers:
-            return
-        assert time.monotonic() < deadline, "a worker was not replaced"
-        time.sleep(0.3)
+    return killed_s
 
 
 def leaked_blocks(server: Server, timeout_s: float = 15) -> int:
     """Return the blocks that are held although nothing runs."""
+    time.sleep(SETTLED_S)
     deadline = time.monotonic() + timeout_s
     while True:
         held = server.metric("kv_blocks") - server.metric("kv_blocks_free")

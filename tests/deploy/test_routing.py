@@ -13,7 +13,7 @@ import pytest
 
 from deploy.app import ROUTING_STATS_PERIOD_S
 from tests.deploy.conftest import MODEL_ID, wait_until
-from tests.deploy.test_app import CHAT, values
+from tests.deploy.test_app import CHAT, processes, series, values
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -28,11 +28,12 @@ def _conversation(salt: str, num_turns: int) -> dict[str, Any]:
 
 def _where(url: str, body: dict[str, Any]) -> str:
     """Return the worker that one request went to."""
-    before = values(url, "requests_admitted_total")
+    before = series(url, "requests_admitted_total")
     assert httpx.post(url + CHAT, json=body, timeout=30).status_code == 200
-    after = values(url, "requests_admitted_total")
-    (worker,) = [name for name in after if after[name] > before.get(name, 0)]
-    return worker
+    wait_until(lambda: sum(series(url, "requests_admitted_total").values()) > sum(before.values()))
+    after = series(url, "requests_admitted_total")
+    (worker,) = [number for number in after if after[number] > before.get(number, 0)]
+    return processes(url)[worker]
 
 
 @pytest.fixture(scope="module")

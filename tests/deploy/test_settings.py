@@ -19,6 +19,7 @@ from deploy.settings import (
 from serving.config import ServingConfig
 from workers.config import EngineConfig, ModelConfig
 from workers.errors import ConfigError
+from workers.telemetry.config import TelemetryConfig
 
 MINIMAL: dict[str, Any] = {"model_id": "m", "target": {"path": "org/model"}}
 
@@ -48,9 +49,10 @@ def test_every_value_arrives() -> None:
         ingress={
             "max_replays": 0, "max_body_bytes": 10, "images": {"max_images": 1},
             "api_key_file": "/keys", "api_key_env": "KEYS", "cors_origins": ["https://a.example"],
-            "access_log": False, "log_level": "DEBUG", "keep_alive_s": 0,
+            "access_log": False, "keep_alive_s": 0,
             "worker_wait_s": 8, "max_request_s": 9,
         },
+        observability={"log_level": "DEBUG", "log_format": "json"},
     )  # fmt: skip
     engine = settings.engine_config()
     assert engine.target == ModelConfig("a", "r", "bfloat16")
@@ -64,7 +66,8 @@ def test_every_value_arrives() -> None:
     assert (serving.api_key_file, serving.api_key_env) == ("/keys", "KEYS")
     assert (serving.cors_origins, serving.access_log) == (("https://a.example",), False)
     assert (serving.worker_wait_s, serving.max_request_s) == (8, 9)
-    assert (serving.log_level, serving.keep_alive_s) == ("DEBUG", 0)
+    assert serving.keep_alive_s == 0
+    assert engine.telemetry == serving.telemetry == TelemetryConfig("DEBUG", "json")
     assert settings.worker_ongoing == 7
     assert settings.ingress_open == 5 * 7 + settings.worker.max_queued_requests
     assert serving.max_open_requests == settings.ingress_open < settings.ingress_ongoing
@@ -119,6 +122,11 @@ def test_every_value_arrives() -> None:
             for key in ("max_images", "max_bytes", "max_pixels", "max_total_pixels")
             for value in (0, -1, True)
         ),
+        ({"observability": {"log_level": "info"}}, "observability.log_level"),
+        ({"observability": {"log_format": "xml"}}, "observability.log_format"),
+        ({"observability": {"log_interval_s": -1}}, "observability.log_interval_s"),
+        ({"observability": {"trace_endpoint": "collector:4317"}}, "observability.trace_endpoint"),
+        ({"observability": {"trace_ratio": 1.5}}, "observability.trace_ratio"),
         ({"http": {"port": -1}}, "http.port"),
         ({"http": {"port": 65536}}, "http.port"),
         ({"http": {"port": True}}, "http.port"),

@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "deploy" / "demo" / "models" / "sample.png"
 READY_S = 120
 STOP_S = 30
+# Processes report once a second.
+SETTLED_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,31 @@ class Server:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return a metric's sum over the workers."""
-        total = 0.0
+        """Return a metric's sum over its series with these labels, as last reported."""
+        return sum(self.values(name, **labels))
+
+    def settled(self, name: str, **labels: str) -> float:
+        """Return a metric as of now: once the workers have reported what was before."""
+        time.sleep(SETTLED_S)
+        return self.metric(name, **labels)
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        """Return the values of a metric's series with these labels."""
+        found = []
         for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
             match = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line)
             if match and match[1] == f"specserve_{name}":
                 have = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
-                total += float(match[3]) if have.items() >= labels.items() else 0
-        return total
+                if have.items() >= labels.items():
+                    found.append(float(match[3]))
+        return found
+
+    def wait_replaced(self, since_s: float, timeout_s: float = 120) -> None:
+        """Wait for a worker that is younger than `since_s`, seconds since the epoch."""
+        deadline = time.monotonic() + timeout_s
+        while not any(s > since_s for s in self.values("worker_start_time_seconds")):
+            assert time.monotonic() < deadline, "the worker was not replaced"
+            time.sleep(0.3)
 
 
 def _reads(path: Path, text: str) -> bool:

@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.e2e.conftest import SAMPLE, Server
+from tests.e2e.conftest import SAMPLE, SETTLED_S, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -50,6 +51,7 @@ def answer(server: Server, content: Any, **options: Any) -> str:
 
 def wait_idle(server: Server, timeout_s: float = 10) -> float:
     """Wait until every block is free; return the seconds it took, for those who read along."""
+    time.sleep(SETTLED_S)
     started = time.monotonic()
     while server.metric("kv_blocks_free") < server.metric("kv_blocks"):
         assert time.monotonic() - started < timeout_s, "blocks are still held"
@@ -125,10 +127,10 @@ def test_speculation_does_not_show(server: Server, temperature: int, is_shown: b
 
 def test_drafts_are_accepted(server: Server) -> None:
     """B28: acceptance beyond the first requests, not only a draft model that was loaded."""
-    before = [server.metric(f"spec_{n}_total") for n in ("draft_tokens", "accepted_tokens")]
+    before = [server.settled(f"spec_{n}_total") for n in ("draft_tokens", "accepted_tokens")]
     for start in range(4):
         answer(server, f"Count from {start} to {start + 6}.")
-    after = [server.metric(f"spec_{n}_total") for n in ("draft_tokens", "accepted_tokens")]
+    after = [server.settled(f"spec_{n}_total") for n in ("draft_tokens", "accepted_tokens")]
     drafted, accepted = (b - a for a, b in zip(before, after, strict=True))
     assert 0 < accepted <= drafted
 
@@ -209,7 +211,7 @@ def test_a_closed_connection_frees_its_blocks(server: Server, is_shown: bool) ->
     with ask(server, content, stream=True, **options) as stream:
         for _ in range(5):
             next(iter(stream))
-        assert server.metric("kv_blocks_free") < server.metric("kv_blocks")
+        assert server.settled("kv_blocks_free") < server.metric("kv_blocks")
     print(f"all blocks free after {wait_idle(server):.2f} s")
     assert server.metric("requests_finished_total", finish_reason="abort") == aborted + 1
 
@@ -245,17 +247,21 @@ def test_a_killed_worker_does_not_show(server: Server) -> None:
     contents: list[Any] = [COUNT, [image_part(), text_part(DESCRIBE)]] * 2
     expected = [answer(server, c, **options) for c in contents[:2]] * 2
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(streamed, server, c, **options) for c in contents]
-        while server.metric("requests_running") < len(contents):
-            time.sleep(0.02)
+        begun = threading.Barrier(len(contents) + 1)
+        jobs = [pool.submit(streamed, server, c, begun, **options) for c in contents]
+        begun.wait()
+        killed_s = time.time()
         os.kill(server.pids("ServeReplica:specserve:worker")[0], signal.SIGKILL)
         assert [job.result() for job in jobs] == expected
-    deadline = time.monotonic() + 90
-    while httpx.get(f"{server.url}/metrics").text.count("specserve_worker_info{") < 2:
-        assert time.monotonic() < deadline, "the worker was not replaced"
-        time.sleep(0.5)
+    server.wait_replaced(killed_s)
+    assert server.metric("streams_lost_total") == 0
 
 
-def streamed(server: Server, content: Any, **options: Any) -> str:
-    chunks = ask(server, content, stream=True, **options)
-    return "".join(c.choices[0].delta.content or "" for c in chunks)
+def streamed(server: Server, content: Any, begun: threading.Barrier, **options: Any) -> str:
+    """Return a streamed answer; wait at the barrier when it has begun."""
+    text = ""
+    for number, chunk in enumerate(ask(server, content, stream=True, **options)):
+        text += chunk.choices[0].delta.content or ""
+        if number == 5:
+            begun.wait()
+    return text

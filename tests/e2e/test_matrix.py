@@ -183,22 +183,22 @@ def test_b19_concurrent_schema_requests(server: Server) -> None:
         content: str = choice["message"]["content"]
         return content
 
-    before = server.metric("spec_accepted_tokens_total")
+    before = server.settled("spec_accepted_tokens_total")
     with ThreadPoolExecutor(64) as pool:
         contents = list(pool.map(ask, range(64)))
     for content in contents:
         jsonschema.validate(json.loads(content), SCHEMA)
-    assert server.metric("spec_accepted_tokens_total") > before
+    assert server.settled("spec_accepted_tokens_total") > before
 
 
 def test_usage_tells_of_speculation_when_asked(server: Server) -> None:
     """F2: the response, and not only the metrics, says what was drafted and accepted."""
     names = ("spec_draft_tokens_total", "spec_accepted_tokens_total")
-    before = [server.metric(name) for name in names]
+    before = [server.settled(name) for name in names]
     body = _body(server, "chat/completions", "greedy", False)
     report = _post(server, "chat/completions", {**body, "speculation": {"report": True}})
     figures = report["usage"]["speculation"]
-    after = [server.metric(name) for name in names]
+    after = [server.settled(name) for name in names]
     drafted, accepted = (b - a for a, b in zip(before, after, strict=True))
     assert (figures["draft_tokens"], figures["accepted_tokens"]) == (drafted, accepted)
     assert 0 < figures["steps"] < report["usage"]["completion_tokens"]

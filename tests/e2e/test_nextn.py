@@ -23,7 +23,7 @@ def nextn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def _spec(server: Server, name: str) -> float:
-    return server.metric(f"spec_{name}_total")
+    return server.settled(f"spec_{name}_total")
 
 
 def test_seed_crash_one_batch_of_image_and_text_requests(nextn: Server) -> None:

@@ -17,7 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from serving.api import Services, build_api
+from serving.api import COUNTED, Services, build_api
+from serving.counters import IngressCounters
 from serving.fetch import ImageFetcher
 from serving.images import ImageLimits
 from serving.processor import ImageProcessor, VideoSupport
@@ -262,9 +263,10 @@ def make_services(
     tokenizer = make_tokenizer() if vision else make_text_tokenizer()
     if tools:
         tokenizer, vision = make_tool_tokenizer(), False
+    counters = IngressCounters(COUNTED)
     prompts = PromptBuilder(
         tokenizer, make_processor() if vision else None, limits or ImageLimits(), videos=videos,
-        **({} if fetcher is None else {"fetcher": fetcher}),
+        counters=counters, **({} if fetcher is None else {"fetcher": fetcher}),
     )  # fmt: skip
 
     async def metrics() -> str:
@@ -272,7 +274,7 @@ def make_services(
 
     return Services(
         model_id="demo", prompts=prompts, workers=workers,
-        relay=Relay(workers, max_replays, backoff_s=0),
+        relay=Relay(workers, max_replays, backoff_s=0, counters=counters), counters=counters,
         metrics=metrics, max_body_bytes=max_body_bytes, **options,
     )  # fmt: skip
 

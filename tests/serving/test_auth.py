@@ -199,7 +199,6 @@ def test_settings_hold_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         ("api_key_env", ""),
         ("cors_origins", ("https://a.example/",)),
         ("cors_origins", ("a.example",)),
-        ("log_level", "info"),
         ("keep_alive_s", -1),
         ("keep_alive_s", float("nan")),
     ],

@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import logs
-from serving.logs import LOGGERS, RequestIdFilter, configure
 from tests.serving.doubles import ScriptedWorkers, deltas_of, encode, make_app
 from workers.errors import WorkerLost
+from workers.telemetry import logs
+from workers.telemetry.config import TelemetryConfig
+from workers.telemetry.logs import LOGGERS, RequestIdFilter, configure
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
@@ -216,8 +217,8 @@ def test_configured_twice_a_line_is_written_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", stderr)
     root, ray = logging.getLogger(), logging.getLogger("ray.serve")
     untouched = [(x.level, x.propagate, list(x.handlers)) for x in (root, ray)]
-    configure("WARNING")
-    configure("INFO")
+    configure(TelemetryConfig(log_level="WARNING"))
+    configure(TelemetryConfig())
     logging.getLogger("serving.relay").info("outside")
     logging.getLogger("serving.relay").debug("too quiet")
     entered = logs.current_request_id.set("mine")
@@ -228,3 +229,25 @@ def test_configured_twice_a_line_is_written_once(monkeypatch: pytest.MonkeyPatch
     assert re.fullmatch(stamp + " INFO - serving.relay: outside", first)
     assert re.fullmatch(stamp + " WARNING mine workers.x: inside 5", second)
     assert untouched == [(x.level, x.propagate, list(x.handlers)) for x in (root, ray)]
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_json_line_is_an_object_with_the_request_s_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    configure(TelemetryConfig(log_format="json"))
+    entered = logs.current_request_id.set("mine")
+    logging.getLogger("serving.relay").warning('lost "%s"\nafter %d', "é", 5)
+    logs.current_request_id.reset(entered)
+    try:
+        raise ValueError("a\nb")
+    except ValueError:
+        logging.getLogger("workers.engine").exception("failed")
+    first, second = (json.loads(line) for line in stderr.getvalue().splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", first.pop("time"))
+    assert first == {
+        "level": "WARNING", "request_id": "mine", "logger": "serving.relay",
+        "message": 'lost "é"\nafter 5',
+    }  # fmt: skip
+    assert (second["request_id"], second["message"]) == ("-", "failed")
+    assert "ValueError" in second["exc_info"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from workers.config import (
     SpeculationConfig,
 )
 from workers.contracts import (
-    EngineStats,
     FinishReason,
     GenerationRequest,
+    Report,
+    Role,
     SamplingParams,
     TokenDelta,
 )
@@ -141,13 +143,13 @@ def test_a_resumed_request_keeps_its_prompt_length_and_seed() -> None:
 
 def test_contracts_of_two_versions_do_not_swap_fields() -> None:
     """Pickled by position, a new field made a counter arrive as a tuple in a rolling update."""
-    stats = EngineStats(admitted=3, finished={"stop": 1}, accepted_per_position=(2, 1))
-    assert pickle.loads(pickle.dumps(stats)) == stats
-    state = stats.__getstate__()
+    report = Report(Role.WORKER, "m", "w", 3, {"steps": {("a",): 2.0}}, is_last=True)
+    assert pickle.loads(pickle.dumps(report)) == report
+    state = report.__getstate__()
     assert isinstance(state, dict)
-    newer = EngineStats.__new__(EngineStats)
-    newer.__setstate__({k: v for k, v in reversed(state.items()) if k != "finished"} | {"x": 1})  # type: ignore[attr-defined]
-    assert newer == EngineStats(admitted=3, accepted_per_position=(2, 1))
+    newer = Report.__new__(Report)
+    newer.__setstate__({k: v for k, v in reversed(state.items()) if k != "is_last"} | {"x": 1})  # type: ignore[attr-defined]
+    assert newer == dataclasses.replace(report, is_last=False)
     delta = TokenDelta("r", 0, (1,))
     with pytest.raises(TypeError, match="without token_ids"):
         TokenDelta.__new__(TokenDelta).__setstate__({"request_id": "r", "start": 0})  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from workers.contracts import GenerationRequest
 from workers.engine import Engine
 from workers.engine_loop import EngineLoop
 from workers.errors import GenerationFailed, InvalidRequest, RequestTooLong, WorkerLost
+from workers.stats import EngineStats
 
 
 @pytest.fixture
@@ -52,6 +53,13 @@ async def _until(condition: Callable[[], bool], timeout_s: float = 5.0) -> float
     return time.monotonic() - start
 
 
+async def _until_stats(loop: EngineLoop, condition: Callable[[EngineStats], bool]) -> None:
+    start = time.monotonic()
+    while not condition(await loop.stats()):
+        assert time.monotonic() - start < 5, "the condition never came"
+        await asyncio.sleep(0.005)
+
+
 async def test_concurrent_streams_equal_a_synchronous_run(
     checkpoints: Checkpoints, loops: Callable[..., EngineLoop]
 ) -> None:
@@ -61,7 +69,7 @@ async def test_concurrent_streams_equal_a_synchronous_run(
     loop = loops(make_engine(path, path))
     streams = await asyncio.gather(*(_collect(loop, r) for r in requests))
     assert {r.request_id: ids for r, ids in zip(requests, streams, strict=True)} == expected
-    assert loop.stats.finished["length"] == 8
+    assert (await loop.stats()).finished["length"] == 8
 
 
 async def test_c21_a_closed_stream_frees_its_blocks(
@@ -73,10 +81,10 @@ async def test_c21_a_closed_stream_frees_its_blocks(
     stream = loop.generate(_request("r", max_tokens=900))
     async for _ in stream:
         break
-    assert loop.stats.num_free_blocks < 64
+    assert (await loop.stats()).num_free_blocks < 64
     await stream.aclose()
-    await _until(lambda: loop.stats.num_free_blocks == 64)
-    assert loop.stats.finished["abort"] == 1
+    await _until_stats(loop, lambda stats: stats.num_free_blocks == 64)
+    assert (await loop.stats()).finished["abort"] == 1
 
 
 async def test_d9_random_cancellations_leave_every_block(
@@ -103,8 +111,8 @@ async def test_d9_random_cancellations_leave_every_block(
         if cancelled >= 200:
             break
     assert cancelled >= 200
-    await _until(lambda: loop.stats.num_free_blocks == 64)
-    stats = loop.stats
+    await _until_stats(loop, lambda stats: stats.num_free_blocks == 64)
+    stats = await loop.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert stats.admitted == sum(stats.finished.values())
     assert loop._streams == {}
@@ -213,7 +221,7 @@ async def test_closing_ends_open_streams(
     deaths: list[str] = []
     loop = loops(make_engine(checkpoints("llama")), on_death=lambda: deaths.append("died"))
     stream = asyncio.ensure_future(_collect(loop, _request("r", max_tokens=900)))
-    await _until(lambda: loop.stats.generated_tokens > 0)
+    await _until_stats(loop, lambda stats: stats.generated_tokens > 0)
     await asyncio.to_thread(loop.close)
     with pytest.raises(WorkerLost):
         await stream
@@ -231,7 +239,7 @@ async def test_a_request_that_cannot_be_prepared_is_its_own_failure(
     def surprise(*_: object) -> None:
         raise IndexError("the library changed its mind")
 
-    await _until(lambda: loop.stats.generated_tokens > 0)
+    await _until_stats(loop, lambda stats: stats.generated_tokens > 0)
     monkeypatch.setattr(engine._runner.adapter, "rope_table", surprise)
     with pytest.raises(GenerationFailed, match="changed its mind"):
         await _collect(loop, _request("bad"))
@@ -255,7 +263,7 @@ async def test_a_request_id_that_comes_again_gets_its_own_tokens(
         closing = asyncio.ensure_future(stream.aclose())
         assert await _collect(loop, other) == expected
         await closing
-    await _until(lambda: loop.stats.num_running == 0)
+    await _until_stats(loop, lambda stats: stats.num_running == 0)
 
 
 async def test_a_stream_that_comes_too_late_is_refused(
@@ -307,4 +315,4 @@ async def test_a_grammar_is_compiled_off_the_engines_thread(
     await _collect(loop, tiny.request("free", [5, 6]))
     assert len(compiled) == 2
     assert "engine" not in compiled
-    assert loop.stats.admitted == 2
+    assert (await loop.stats()).admitted == 2

@@ -62,6 +62,11 @@ class BlockManager:
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that a later sequence can find."""
+        return len(self._hash_of)
+
+    @property
     def num_slots(self) -> int:
         """Tokens that the whole pool holds."""
         return self.num_blocks * self.block_size

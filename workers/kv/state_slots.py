@@ -38,6 +38,11 @@ class StateSlots:
         # Checkpoint -> sequences that start from it and have not run yet.
         self._readers: Counter[int] = Counter()
 
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free) + len(self._free_checkpoints)
+
     def num_cached(self, hashes: Seq[bytes]) -> int:
         """Return how many of these leading blocks can be reused: the last has a checkpoint."""
         for count in range(len(hashes), 0, -1):

@@ -40,11 +40,21 @@ class ImageCache:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
+        # Times it was asked, and knew.
+        self.num_queries = 0
+        self.num_hits = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is kept."""
+        return self._num_bytes
 
     def get(self, key: bytes) -> Tensor | None:
         """Return an embedding and mark it as used."""
+        self.num_queries += 1
         if key not in self._entries:
             return None
+        self.num_hits += 1
         self._entries.move_to_end(key)
         return self._entries[key]
 

@@ -10,6 +10,7 @@ steps of the last ones, and half open once the wait is over, when the next steps
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,9 +38,10 @@ class Breaker:
         self._is_closed = True
         # While it is not closed: how long the present wait is, and when it is over.
         self._wait_s = config.open_s
-        self._until_s = 0.0
-        # Times it opened, failed trials included.
+        self._until_s = -math.inf
+        # Times it opened, failed trials included, and the waits of all of them.
         self.num_opened = 0
+        self._waits_s = 0.0
 
     @property
     def state(self) -> BreakerState:
@@ -47,6 +49,11 @@ class Breaker:
         if self._is_closed:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._until_s else BreakerState.HALF_OPEN
+
+    @property
+    def open_s(self) -> float:
+        """Seconds for which it was open, so far."""
+        return self._waits_s - max(self._until_s - self._clock(), 0.0)
 
     def failed(self) -> None:
         """Take note of a step whose drafting failed."""
@@ -71,3 +78,4 @@ class Breaker:
         self._is_closed = False
         self._until_s = self._clock() + self._wait_s
         self.num_opened += 1
+        self._waits_s += self._wait_s

@@ -60,6 +60,9 @@ class Proposal:
 
     draft_ids: list[list[int]]
     failures: list[DraftFailure] = field(default_factory=list)
+    # Where the time went, of what can be told apart. On a GPU, work that is queued counts where it
+    # is waited for.
+    seconds: dict[DraftStage, float] = field(default_factory=dict)
 
 
 class Drafter(Protocol):

@@ -11,6 +11,7 @@ sequence's failure costs no other its drafts.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -84,8 +85,13 @@ class ModelDrafter(ABC):
             self._follow(task)
         items = self._plan(tasks)
         if items:
-            for extended in self._extend(items, proposal):
+            start_s = time.perf_counter()
+            passes = self._extend(items, proposal)
+            extended_s = time.perf_counter()
+            for extended in passes:
                 self._draft(extended, tasks, proposal)
+            proposal.seconds[DraftStage.DRAFT_EXTEND] = extended_s - start_s
+            proposal.seconds[DraftStage.DRAFT_DECODE] = time.perf_counter() - extended_s
         return proposal
 
     @abstractmethod

@@ -1,0 +1,1 @@
+"""The one exporter: takes what every process has counted, and renders all of it."""

@@ -1,0 +1,1 @@
+"""What both planes count, log and trace with; the standard library only, but for tracing."""
