@@ -12,13 +12,16 @@ CHAOS  ?= full
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: serve test chaos lint type fmt demo-models clean help
+.PHONY: serve observe test chaos lint type fmt generate demo-models clean help
 
 help:  ## Print the targets.
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
 
 serve: $(VENV)/.app  ## Start the app (PORT=8000 CONFIG=configs/demo.yaml); Ctrl-C stops it.
 	$(BIN)/specserve serve --config $(CONFIG) --port $(PORT)
+
+observe: $(VENV)/.app  ## Run a Prometheus with the rules against a running server (PORT=8000).
+	$(BIN)/specserve observe --url http://127.0.0.1:$(PORT)
 
 test: $(VENV)/.dev  ## Run the CPU test suite (ARGS="-k name").
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
@@ -38,6 +41,10 @@ type: $(VENV)/.dev  ## Check types.
 fmt: $(VENV)/.dev  ## Format and fix what can be fixed.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+generate: $(VENV)/.dev  ## Write the dashboards and the README's table of metrics from the code.
+	$(BIN)/python -m deploy.grafana
+	$(BIN)/python -m deploy.metrics
 
 # The allocator keeps freed memory: without that a step takes a fifth longer.
 demo-models: $(VENV)/.app  ## Train the embedded demo models again (an hour and more on 2 cores).

@@ -1,4 +1,4 @@
-"""The command line: `specserve serve | check-config | render | chat`.
+"""The command line: `specserve serve | check-config | render | chat | observe`.
 
 Owns what is typed and printed. Knows no Ray until `serve` runs, so the other commands start at
 once. Invariant: a mistake of the user's ends in one line on stderr and exit code 1, not in a
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ import yaml
 
 from deploy.client import ChatError, first_model, stream_chat, user_message
 from deploy.environment import prepare
+from deploy.observe import GRAFANA, ObserveError, observing
 from deploy.settings import (
     DEMO_MODELS,
     AppSettings,
@@ -177,6 +178,28 @@ def chat(
                 typer.echo(piece, nl=False)
             typer.echo()
             messages.append({"role": "assistant", "content": answer})
+
+
+@app.command()
+def observe(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    port: Annotated[int, typer.Option(help="Of Prometheus; 0 takes any free port.")] = 9090,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between scrapes.")] = 5.0,
+) -> None:
+    """Run a Prometheus with our rules against a running server, until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with one_line_errors(), suppress(KeyboardInterrupt):
+        with observing(url, port, interval) as (prometheus, process):
+            typer.echo(f"Prometheus at {prometheus} reads {url}/metrics every {interval:g} s\n")
+            typer.echo(f"  {prometheus}/targets   whether it gets them")
+            typer.echo(f"  {prometheus}/alerts    the alerts; docs/runbook.md tells what to do\n")
+            typer.echo("A Grafana shows the dashboards, if it is started with these:\n")
+            typer.echo(f"  PROMETHEUS_URL={prometheus} SPECSERVE_DASHBOARDS={GRAFANA} \\")
+            typer.echo(f"    GF_PATHS_PROVISIONING={GRAFANA / 'provisioning'} grafana server\n")
+            typer.echo("Ctrl-C stops Prometheus and throws its data away.")
+            sys.stdout.flush()
+            process.wait()
+        raise ObserveError("Prometheus has ended")
 
 
 def _typed_lines() -> Iterator[str]:
