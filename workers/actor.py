@@ -1,10 +1,10 @@
 """The worker as a Ray Serve replica: one engine behind a few methods.
 
 Owns the replica's life: load in the constructor, answer, report what was counted, stop the engine
-at the end. The only
-module of this package that knows Ray. Knows no HTTP and no text. Invariants: the actor's event
-loop never runs the engine, so health checks are answered while it is busy; importing this module
-imports no torch, so that an application can be built and checked where there is none.
+at the end. The only module of this package that knows Ray. Knows no HTTP and no text. Invariants:
+the actor's event loop never runs the engine, so health checks are answered while it is busy;
+importing this module imports no torch, so that an application can be built and checked where there
+is none.
 """
 
 from __future__ import annotations

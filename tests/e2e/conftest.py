@@ -79,9 +79,9 @@ def _reads(path: Path, text: str) -> bool:
         return False
 
 
-def start(log: Path, mark: str, config: Path) -> subprocess.Popen[bytes]:
+def start(log: Path, mark: str, config: Path, module: str) -> subprocess.Popen[bytes]:
     name, _, value = mark.partition("=")
-    command = [sys.executable, "-m", "deploy", "serve", "--port", "0"]
+    command = [sys.executable, "-m", module, "serve", "--port", "0"]
     command += ["--config", str(config)]
     environment = os.environ | {name: value}
     with log.open("wb") as output:
@@ -100,12 +100,18 @@ def wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 @contextmanager
-def running(config: str | Path, log: Path) -> Iterator[Server]:
-    """Serve one of `configs/`, or a file, and see that it stops cleanly."""
+def running(config: str | Path, log: Path, module: str = "deploy") -> Iterator[Server]:
+    """Serve one of `configs/`, or a file, and see that it stops cleanly.
+
+    Args:
+        config: What is served.
+        log: Takes the output.
+        module: The command line; another one than the product's may put in faults.
+    """
     file = config if isinstance(config, Path) else ROOT / "configs" / f"{config}.yaml"
     mark = f"SPECSERVE_TEST={uuid.uuid4().hex}"
     started = time.monotonic()
-    process = start(log, mark, file)
+    process = start(log, mark, file, module)
     try:
         url = wait_ready(process, log)
         seconds = time.monotonic() - started
