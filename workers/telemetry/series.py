@@ -8,6 +8,8 @@ Identities, tested on a live scrape:
     generated_tokens == spec_accepted_tokens + sequence_steps - trimmed_tokens
     spec_emitted_tokens == spec_accepted_tokens + spec_drafts - spec_trimmed_tokens
     sum over position(spec_accepted_tokens_per_position) == spec_accepted_tokens
+The first one holds where no worker was killed: what a killed one had in work was admitted there and
+never ends; the ingresses count those streams as interrupted.
 """
 
 from __future__ import annotations
