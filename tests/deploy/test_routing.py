@@ -66,12 +66,17 @@ def test_conversations_are_spread(known_url: str) -> None:
 def test_a_busy_worker_shares_its_prefix(known_url: str) -> None:
     """One prompt that all ask for was computed by one worker while the other had nothing to do."""
     body = _conversation("hot", 0) | {"max_tokens": 100}
+    before = series(known_url, "requests_admitted_total")
     with ThreadPoolExecutor(24) as pool:
         jobs = [pool.submit(httpx.post, known_url + CHAT, json=body, timeout=60) for _ in range(24)]
-        wait_until(lambda: sum(values(known_url, "requests_running").values()) == 24)
-        running = values(known_url, "requests_running")
         assert all(job.result().status_code == 200 for job in jobs)
-    assert min(running.values()) >= 4, running
+
+    def admitted() -> list[float]:
+        after = series(known_url, "requests_admitted_total")
+        return [after[worker] - before.get(worker, 0) for worker in after]
+
+    wait_until(lambda: sum(admitted()) == 24)
+    assert min(admitted()) >= 4, admitted()
 
 
 def test_a_conversation_outlives_its_worker(known_url: str) -> None:
