@@ -117,9 +117,11 @@ def test_f8_scrapes_are_monotone(observed: Observed) -> None:
                 assert after.get(key, -1) >= value, key
         before = after
     first, last = samples(observed.scrapes[0]), samples(observed.scrapes[-1])
-    for family in (worker.GENERATED_TOKENS, worker.DRAFT_TOKENS, worker.FAILURES):
+    for family in (worker.GENERATED_TOKENS, worker.DRAFT_TOKENS):
         for place in "01":
             assert total(last, family, worker=place) > total(first, family, worker=place)
+    # Which worker the few faults came to is chance.
+    assert total(last, worker.FAILURES) > total(first, worker.FAILURES)
     assert total(last, ingress.INTERRUPTED) > 0
     assert total(last, ingress.RESUMED) == total(last, ingress.INTERRUPTED)
     assert total(last, ingress.LOST) == 0
