@@ -71,6 +71,8 @@ class Ledger:
         self._slots: dict[Key, list[Slot]] = {}
         # Source -> what it had counted when it lost its slot; the latest last.
         self._former: dict[str, Snapshot] = {}
+        # When slots were added to others that were there.
+        self._additions: dict[Key, list[float]] = {}
 
     def slots(self, role: Role) -> Iterator[tuple[str, int, Slot]]:
         """Yield model, number and slot of every process of a role, present or past."""
@@ -78,6 +80,25 @@ class Ledger:
             if slot_role is role:
                 for number, slot in enumerate(slots):
                     yield model_id, number, slot
+
+    def is_missed(self, role: Role, model_id: str, number: int, now_s: float) -> bool:
+        """Whether a slot's process should report and does not, nor another in its place.
+
+        A replacement that is quicker than its predecessor's death is certain gets a slot of its
+        own; each addition accounts for one slot that fell silent just before it.
+        """
+        key = (role, model_id)
+        additions = list(self._additions.get(key, ()))
+        for place, slot in enumerate(self._slots[key]):
+            if not slot.is_missed(now_s):
+                continue
+            end_s = slot.heard_s + GONE_S
+            found = next((at_s for at_s in additions if slot.heard_s < at_s < end_s), None)
+            if found is not None:
+                additions.remove(found)
+            if place == number:
+                return found is None
+        return False
 
     def plan(self, report: Report, now_s: float) -> Entry | None:
         """Return where a report goes, and change nothing; None for one that was overtaken."""
@@ -107,6 +128,8 @@ class Ledger:
         if entry.number > len(slots):
             raise ValueError(f"slot {entry.number} of {entry.key} comes after {len(slots)}")
         if entry.number == len(slots):
+            if slots:
+                self._additions.setdefault(entry.key, []).append(entry.slot.heard_s)
             slots.append(entry.slot)
         present, slots[entry.number] = slots[entry.number], entry.slot
         self._former.pop(entry.slot.source, None)

@@ -67,7 +67,8 @@ class _Scrape:
     def _ups(self) -> Iterator[tuple[Labels, Value]]:
         for model_id, number, slot in self.ledger.slots(Role.WORKER):
             is_heard = slot.is_heard(self.now_s)
-            if is_heard or slot.is_missed(self.now_s):
+            is_missed = self.ledger.is_missed(Role.WORKER, model_id, number, self.now_s)
+            if is_heard or is_missed:
                 yield (model_id, str(number)), float(is_heard)
 
 

@@ -116,6 +116,21 @@ def test_a_worker_is_missed_until_it_is_replaced_or_said_goodbye() -> None:
     assert value(ledger, 6, "worker_up", worker="2") is None
 
 
+def test_a_quick_replacement_leaves_nobody_missing() -> None:
+    """A worker back before its predecessor's silence told: five minutes of a false alarm."""
+    ledger, b = Ledger(), Process("b")
+    take(ledger, Process("a").work(3).report(), 0)
+    take(ledger, b.report(), 0)
+    take(ledger, Process("c").report(), GONE_S - 2)
+    take(ledger, b.report(), GONE_S - 1)
+    late = GONE_S + 1
+    assert value(ledger, late, "worker_up", worker="0") is None
+    assert value(ledger, late, "worker_up", worker="2") == 1
+    assert value(ledger, late, "requests_admitted_total", worker="0") == 3
+    # One that came accounts for one that went.
+    assert value(ledger, late + GONE_S, "worker_up", worker="1") == 0
+
+
 def test_a_report_that_was_overtaken_changes_nothing() -> None:
     ledger, process = Ledger(), Process("a")
     first, second = process.work(1).report(), process.work(1).report()
